@@ -116,7 +116,7 @@ def draw(a, b, c):
 
 @triton.jit
 def plan_kernel(
-    # Block statistics (blocks, padded), and what is written over them: `coefficient` lies in the
+    # Filter statistics (blocks, padded), and what is written over them: `coefficient` lies in the
     # memory of `block_lse`, `listed_tokens` in that of `block_max`.
     block_lse, coefficient, block_max, listed_tokens,
     listed,  # (blocks,) written
@@ -126,7 +126,7 @@ def plan_kernel(
 ):  # fmt: skip
     """A program finds one block's threshold, then its list of tokens and all its coefficients.
 
-    Block statistics are base-2 and relative to the label's logit, and so is `total` here.
+    Filter statistics are base-2 and relative to the label's logit, and so is `total` here.
     """
     block = tl.program_id(0)
     n_valid = tl.load(valid_count)
@@ -173,7 +173,7 @@ def plan_kernel(
         flag = keep.to(tl.int32)
         place = n_listed + tl.cumsum(flag, 0) - flag
         # place ≤ token, and all these numbers have 2 bytes, so that what is written here takes the
-        # place of block statistics that were read above, or before. The barrier (a __syncthreads)
+        # place of filter statistics that were read above, or before. The barrier (a __syncthreads)
         # makes sure that every thread of the program has read them.
         tl.debug_barrier()
         tl.store(coefficient + row + token, m.to(tl.bfloat16), mask=inside)
@@ -183,18 +183,18 @@ def plan_kernel(
 
 
 def plan_pairs(
-    block_statistics: Tensor,  # (2, blocks, padded) fp16, as `run_forward` writes them
+    filter_statistics: Tensor,  # (2, blocks, padded) fp16, as `run_forward` writes them
     tokens: PackedTokens,
     eps: float,
     tiles: Tiles,
 ) -> PairPlan:
     """Choose the pairs of a super-block that are recomputed.
 
-    The lists and coefficients take the place of the block statistics, which are gone afterwards.
+    The lists and coefficients take the place of the filter statistics, which are gone afterwards.
     """
-    block_lse, block_max = block_statistics
+    block_lse, block_max = filter_statistics
     blocks, padded = block_lse.shape
-    assert block_statistics.element_size() == 2, "coefficients and lists take the same memory"
+    assert filter_statistics.element_size() == 2, "coefficients and lists take the same memory"
     assert padded <= MAX_PADDED_TOKENS, f"{padded} tokens do not fit an int16"
     pairs = PairPlan(
         coefficient=block_lse.view(torch.bfloat16),

@@ -15,7 +15,7 @@ term in S, and the last terms' sums are over dropped pairs alone. A z-loss multi
 and P by its *lift*, 1 + 2ζ lse_i.
 
 `plan_super_blocks` runs the forward and lets `filter_plan` choose the pairs; `FilteredGradients`
-launches `filter_kernels`. Tokens are worked on in super-blocks, whose block statistics bound the
+launches `filter_kernels`. Tokens are worked on in super-blocks, whose filter statistics bound the
 memory. kernel/DERIVATION.md derives the equations and says why pairs are drawn.
 """
 
@@ -42,8 +42,8 @@ from smoothce.triton.tokens import (
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-STATISTICS_BYTES = 2**25  # of a super-block's block statistics, at most
-BYTES_OF_A_PAIR = 4  # two fp16 block statistics
+STATISTICS_BYTES = 2**25  # of a super-block's filter statistics, at most
+BYTES_OF_A_PAIR = 4  # two fp16 filter statistics
 TOKENS_AT_ONCE = 1024  # whose hidden states are converted to fp32 together
 
 
@@ -82,7 +82,7 @@ class QueueMemory(NamedTuple):
 def super_block_size(call: LossCall) -> int:
     """How many tokens each super-block has; all are of about the same size.
 
-    The block statistics of one, 4 bytes for each (token, block) pair, fit in STATISTICS_BYTES. All
+    The filter statistics of one, 4 bytes for each (token, block) pair, fit in STATISTICS_BYTES. All
     ranks that share a vocabulary have equal super-blocks, since they join each one's sums."""
     n_tokens = max(len(call.inputs.labels), 1)
     rows = call.tiles.rows
@@ -95,7 +95,7 @@ def super_block_size(call: LossCall) -> int:
 def makes_gradients_in_forward(call: LossCall) -> bool:
     """Whether gradients are made in the forward, super-block by super-block.
 
-    One super-block's block statistics fit in the memory bound, those of several do not. It takes a
+    One super-block's filter statistics fit in the memory bound, those of several do not. It takes a
     reduced loss, whose upstream gradient is one factor that the backward can multiply by."""
     n_tokens = len(call.inputs.labels)
     return call.inputs.options.reduction != "none" and n_tokens > super_block_size(call)
@@ -116,8 +116,8 @@ def plan_super_blocks(
         if len(own_order) < len(order):
             own_count = (valid_count - start).clamp(0, len(own_order))
         tokens, packed = gather(call, own_order, own_count)
-        block_statistics = packed.new_empty(2, call.blocks, len(packed), dtype=torch.float16)
-        run_forward(call, packed, tokens, results, block_statistics=block_statistics)
+        filter_statistics = packed.new_empty(2, call.blocks, len(packed), dtype=torch.float16)
+        run_forward(call, packed, tokens, results, filter_statistics=filter_statistics)
         # This comes after the large kernel's launch, so that the host's work is hidden. It is in
         # two steps, since torch's reduction of many rows to few sums takes 100 MB of its own.
         groups = packed.view(-1, call.tiles.rows, packed.shape[1])
@@ -125,8 +125,8 @@ def plan_super_blocks(
         mean = (total / own_count.clamp(min=1)).to(packed.dtype)
         tokens = tokens._replace(total=total, mean=mean)
         del packed, groups
-        yield tokens, plan_pairs(block_statistics, tokens, call.eps, call.tiles)
-        del tokens, block_statistics  # before the next super-block takes its memory
+        yield tokens, plan_pairs(filter_statistics, tokens, call.eps, call.tiles)
+        del tokens, filter_statistics  # before the next super-block takes its memory
 
 
 def forward_all(call: LossCall, results: Results) -> FilterState | ForwardGradients:

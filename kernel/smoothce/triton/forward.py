@@ -3,19 +3,19 @@
 That is the log-sum-exp and Σ_v u_v z_v. Where they are asked for, it also finds
 
     token statistics   entropy and argmax, which the caller has asked for
-    block statistics   the filter's: two numbers for each token and block of the vocabulary
+    filter statistics  two numbers for each token and block of the vocabulary
     probabilities      the softmax itself, from which `grad_in_forward` makes gradients
 
-A program of `forward_kernel` owns a tile of tokens and a segment of the vocabulary. Sums stay in
-registers, so that logits are never written. Inside it all exponents are in base 2. How the work is
-cut follows the number of valid tokens, which only the device knows. `finish_kernel` joins each
-token's segments, `losses_kernel` makes losses of them.
+`forward_kernel` cuts the logits into tiles of `Tiles.rows` tokens by one block of the vocabulary,
+and of each tile it keeps a few numbers a token, the `BlockSums`, so that logits are never written.
+No tile needs what another has found. `finish_kernel` joins each token's blocks, and `losses_kernel`
+makes losses of them. Inside kernels all exponents are in base 2.
 
 Exponents are relative to the label's logit: p̃ = 2^(z − offset) is 1 for the label, and what is
-saved of it in 16 bits has all of bfloat16's bits whatever the logit. Where a token's logit in a
-tile is more than SLACK above its offset, so that 2^(z − offset) is more than 2^SLACK, the tile's
-largest logit becomes the token's offset, for this tile and all later ones of the segment.
-`SavedProbabilities.tile_offsets2` has the offset of each token in each tile.
+saved of it in 16 bits has all of bfloat16's bits whatever the logit. Where a token's largest logit
+in a tile is more than SLACK above its label's, so that 2^(z − offset) would be more than 2^SLACK,
+that logit is the token's offset in this tile. `SavedProbabilities.tile_offsets2` has the offset of
+each token in each tile.
 """
 
 from dataclasses import dataclass
@@ -28,89 +28,40 @@ from torch import Tensor
 from triton import cdiv
 
 from smoothce.triton.tiles import LOG2E, base2_logits, descriptor, product_tile, programs
-from smoothce.triton.tokens import LossCall, PackedTokens
+from smoothce.triton.tokens import LossCall, PackedTokens, token_slices
 from smoothce.vocab_parallel import TokenLogitSums, merge_shards
 
 SLACK = tl.constexpr(64.0)  # base 2: sums of 2^18 such numbers, and their inverse, are fp32 numbers
 LOWEST = tl.constexpr(-1e38)  # an offset below every logit
 FP16_RANGE = tl.constexpr(60000.0)
-PROGRAMS_PER_MULTIPROCESSOR = 4
 
-# Rows of `Segments.sums` ...
-OFFSET = tl.constexpr(0)
-PROBABILITY_SUM = tl.constexpr(1)  # Σ_v p̃_v
-SMOOTHING_LOGIT = tl.constexpr(2)  # Σ_v u_v z_v
-EXPECTED_SUM = tl.constexpr(3)  # Σ_v p̃_v z_v
-SUM_ROWS = 4
-# ... and of `Segments.best`.
-LARGEST = tl.constexpr(0)  # the largest logit's bits
-ARGMAX = tl.constexpr(1)  # its entry
-BEST_ROWS = 2
+# The programs of `forward_kernel` take the tiles in so many waves, one after the other, of as many
+# programs as the GPU has multiprocessors. Where a collective holds some multiprocessors, the others
+# take over their programs of the later waves, so that it delays a part of the work and not all.
+WAVES = 4
+
+BLOCK_SUMS_BYTES = 2**25  # of the `BlockSums` that are kept at a time, at most
+# `finish_kernel` joins the blocks of so many tokens, so many blocks at a time.
+FINISH_TOKENS = 32
+FINISH_BLOCKS = 64
 
 
 @triton.jit
-def split_group(n_valid, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """How to cut a group of token tiles × all vocabulary blocks into equal work for all programs.
+def tile_place(tile, row_tiles, n_blocks, GROUP: tl.constexpr):
+    """Which token tile and which block of the vocabulary a tile is, as (token tile, block).
 
-    Groups follow one another, and each reads all of C once. A group is small, so that its tokens'
-    hidden states stay in the L2 cache meanwhile.
-
-    Every token tile gets `segments` segments of `length` vocabulary blocks, one program each. What
-    is left of the vocabulary, from block `segments · length` on, is the *end*; the programs that
-    have no segment, `n_spare` of them, do the end of one token tile after the other. 8 programs, 3
-    token tiles and 10 blocks make 2 segments of 4 blocks, and 2 spare programs for the end:
-
-        block          0 1 2 3     4 5 6 7     8 9
-        token tile 0   program 0   program 3   program 6
-        token tile 1   program 1   program 4   program 7
-        token tile 2   program 2   program 5   program 6
-
-    Returns (first token tile, token tiles, segments, length, spare programs)."""
-    all_tiles = tl.cdiv(n_valid, ROWS)
-    groups = tl.maximum(tl.cdiv(all_tiles, GROUP), 1)
-    first_tile = group * all_tiles // groups
-    n_tiles = tl.maximum((group + 1) * all_tiles // groups - first_tile, 1)
-    segments = tl.minimum(workers // n_tiles, n_blocks)
-    n_spare = workers - segments * n_tiles
-    # A spare program has as much work as the others where
-    #     tiles_per_spare · (n_blocks − segments · length) = length,
-    # which `even_length` solves, rounded up to a whole block.
-    tiles_per_spare = tl.cdiv(n_tiles, tl.maximum(n_spare, 1))
-    even_length = tl.cdiv(n_blocks * tiles_per_spare, segments * tiles_per_spare + 1)
-    length = tl.where(n_spare > 0, even_length, tl.cdiv(n_blocks, segments))
-    # `length` is rounded up, so that fewer segments may be enough. The programs of the others have
-    # nothing to do, and do not count as spare ones.
-    segments = tl.minimum(segments, tl.cdiv(n_blocks, length))
-    return first_tile, n_tiles, segments, length, n_spare
+    GROUP token tiles take all blocks, one after the other, before the next GROUP come: so few that
+    their hidden states stay in the L2 cache meanwhile, and so many that C is seldom read again."""
+    group = tile // (GROUP * n_blocks)
+    within = tile % (GROUP * n_blocks)
+    group_size = tl.minimum(row_tiles - group * GROUP, GROUP)  # the last group may be smaller
+    return group * GROUP + within % group_size, within // group_size
 
 
 @triton.jit
-def work_of_program(
-    program, n_valid, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr
-):
-    """One program's work in a group, as `split_group` cuts it.
-
-    The end counts as one more segment, number `segments`. Returns (first token tile of the group,
-    token tiles in it, the program's segment, the segment's first block and the one after its last,
-    the program's first token tile in the group, the step to its next)."""
-    first_tile, n_tiles, segments, length, n_spare = split_group(
-        n_valid, group, n_blocks, workers, ROWS, GROUP
-    )
-    segment = tl.minimum(program // n_tiles, segments)  # a spare program's is the end
-    first_block = tl.minimum(segment * length, n_blocks)
-    end_block = tl.where(segment < segments, tl.minimum(first_block + length, n_blocks), n_blocks)
-    begin = tl.where(segment < segments, program % n_tiles, program - segments * n_tiles)
-    begin = tl.where(first_block < end_block, begin, n_tiles)
-    step = tl.where(segment < segments, n_tiles, tl.maximum(n_spare, 1))
-    return first_tile, n_tiles, segment, first_block, end_block, begin, step
-
-
-@triton.jit
-def segment_place(
-    group, segment, tile, n_tiles, workers, ROWS: tl.constexpr, GROUP: tl.constexpr
-):  # fmt: skip
-    """Where a token tile's sums over a segment lie in a row of `Segments`."""
-    return (group * (workers + GROUP) + segment * n_tiles + tile) * ROWS + tl.arange(0, ROWS)
+def reference_logit2(label_logit2):
+    """What a token's `BlockSums.lse2` are relative to: the label's logit, or 0 where it is −∞."""
+    return tl.where(label_logit2 > LOWEST, label_logit2, 0.0)
 
 
 @triton.jit
@@ -127,184 +78,162 @@ def block_smoothing_logit(logits, smoothing_target, entries, V, factor, RAGGED: 
 
 
 @triton.jit
-def store_block_statistics(block_lse, block_max, place, offset, probability_sum, top, label_logit2):
-    """For the filter: a tile's log-sum-exp and largest logit, minus the label's, in fp16."""
-    lse = offset - label_logit2 + tl.log2(probability_sum)
-    tl.store(block_lse + place, tl.clamp(lse, -FP16_RANGE, FP16_RANGE).to(tl.float16))
-    top = tl.clamp(top - label_logit2, -FP16_RANGE, FP16_RANGE)
-    tl.store(block_max + place, top.to(tl.float16))
-
-
-@triton.jit
 def forward_kernel(
     hidden, weight, bias, smoothing_target,  # (padded, D) packed, (V, D), (V,) or None twice
     valid_count, label_logits,  # (1,), (padded,) in nats
-    # The filter's block statistics, written: (blocks, padded) base 2, minus the label's; or None
-    block_lse, block_max,
-    # The `Segments`, written; `segment_best` is None where no token statistics are asked for
-    segment_sums, segment_best,
-    n_segment_tokens, padded,  # the length of a row of `Segments`, and of the packed tokens
+    lse2, smoothing_logit2, expected2, largest2, argmax,  # the `BlockSums`, written; or None
+    filter_lse, filter_max,  # the filter's statistics, written: (blocks, padded) fp16, or None
     probabilities, tile_offsets2, stride,  # the `SavedProbabilities`, written; or None
-    V, n_blocks, scale, softcap,
-    D: tl.constexpr, GROUP: tl.constexpr,
+    first_token, n_tokens,  # of the packed tokens, those that `BlockSums` has
+    padded, V, n_blocks, scale, softcap,
+    D: tl.constexpr, GROUP: tl.constexpr, WAVES: tl.constexpr,
     RAGGED: tl.constexpr,  # whether the last block has fewer than WIDTH entries
     PLAIN: tl.constexpr,  # whether logits are products times a positive scale
-    MIX: tl.constexpr,  # whether Σ_v u_v z_v is wanted
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     TMA: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of every token over its program's tiles."""
-    n_valid = tl.load(valid_count)
-    program = tl.program_id(0)
-    workers = tl.num_programs(0)
-    for group in range(0, tl.cdiv(n_valid, ROWS * GROUP)):
-        first_tile, n_tiles, segment, first_block, end_block, begin, step = work_of_program(
-            program, n_valid, group, n_blocks, workers, ROWS, GROUP
+    """The `BlockSums` of the valid ones of these tokens, and what else is asked for of a tile."""
+    n_valid = tl.minimum(tl.load(valid_count) - first_token, n_tokens)
+    row_tiles = tl.cdiv(tl.maximum(n_valid, 0), ROWS)
+    n_tiles = row_tiles * n_blocks
+    wave_programs = tl.num_programs(0) // WAVES
+    wave = tl.program_id(0) // wave_programs
+    begin = (n_tiles * wave) // WAVES + tl.program_id(0) % wave_programs
+    end = (n_tiles * (wave + 1)) // WAVES
+    # Flattened into the loop over D, so that the next tile's loads start during this tile's
+    # exponentials (FLATTEN: `Tiles.product_settings`).
+    for tile in (tl.range if FLATTEN else range)(begin, end, wave_programs, flatten=True):  # type: ignore[call-overload]
+        row_tile, block = tile_place(tile, row_tiles, n_blocks, GROUP)
+        row = first_token + row_tile * ROWS
+        entry = block * WIDTH
+        product = product_tile(
+            hidden, weight, row, entry, padded, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
         )
-        for tile in range(begin, n_tiles, step):
-            row = (first_tile + tile) * ROWS
-            rows = row + tl.arange(0, ROWS)
-            label_logit2 = tl.load(label_logits + rows) * LOG2E
-            offset = tl.maximum(label_logit2, LOWEST)
-            probability_sum = tl.zeros((ROWS,), tl.float32)
-            smoothing_logit = tl.zeros((ROWS,), tl.float32)
-            expected = tl.zeros((ROWS,), tl.float32)
-            largest = tl.full((ROWS,), -float("inf"), tl.float32)
-            argmax = tl.zeros((ROWS,), tl.int32)
-            # Flattened into the loop over D, so that the next tile's loads start during this
-            # tile's exponentials (FLATTEN: `Tiles.product_settings`).
-            for block in (tl.range if FLATTEN else range)(first_block, end_block, flatten=True):  # type: ignore[call-overload]
-                entry = block * WIDTH
-                product = product_tile(
-                    hidden, weight, row, entry, padded, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
-                )
+        rows = row + tl.arange(0, ROWS)
+        entries = entry + tl.arange(0, WIDTH)
+        place = block * n_tokens + (rows - first_token)  # in the `BlockSums`
 
-                # base-2 logits are `logits · factor`
-                entries = entry + tl.arange(0, WIDTH)
-                if PLAIN:
-                    # the positive factor is left to the exponent, where it costs nothing
-                    factor = scale * LOG2E
-                    logits = product
-                else:
-                    factor = 1.0
-                    logits = base2_logits(product, bias, entries, V, scale, softcap)
+        # base-2 logits are `logits · factor`
+        if PLAIN:
+            # the positive factor is left to the exponent, where it costs nothing
+            factor = scale * LOG2E
+            logits = product
+        else:
+            factor = 1.0
+            logits = base2_logits(product, bias, entries, V, scale, softcap)
 
-                # Σ u z and the largest logit
-                if MIX:
-                    smoothing_logit += block_smoothing_logit(
-                        logits, smoothing_target, entries, V, factor, RAGGED
-                    )
-                if RAGGED:
-                    logits = tl.where((entries < V)[None, :], logits, -float("inf"))
-                if segment_best is not None:  # token statistics
-                    top, top_column = tl.max(logits, 1, return_indices=True)
-                    top *= factor
-                    argmax = tl.where(top > largest, entry + top_column, argmax)
-                    largest = tl.maximum(largest, top)
-                else:
-                    top = tl.max(logits, 1) * factor
+        # Σ u z and the largest logit
+        if smoothing_logit2 is not None:
+            total = block_smoothing_logit(logits, smoothing_target, entries, V, factor, RAGGED)
+            tl.store(smoothing_logit2 + place, total)
+        if RAGGED:
+            logits = tl.where((entries < V)[None, :], logits, -float("inf"))
+        if argmax is not None:  # token statistics
+            top, top_column = tl.max(logits, 1, return_indices=True)
+            top *= factor
+            tl.store(largest2 + place, top)
+            tl.store(argmax + place, entry + top_column)
+        else:
+            top = tl.max(logits, 1) * factor
 
-                # streaming sum of exponentials
-                new_offset = tl.where(top > offset + SLACK, top, offset)
-                exponentials = tl.exp2(logits * factor - new_offset[:, None])
-                tile_sum = tl.sum(exponentials, 1)
-                shrink = tl.exp2(offset - new_offset)
-                probability_sum = probability_sum * shrink + tile_sum
-                if segment_best is not None:
-                    # a logit of −∞ has no part in it
-                    terms = tl.where(exponentials > 0, exponentials * logits, 0.0)
-                    expected = expected * shrink + tl.sum(terms, 1) * factor
-                offset = new_offset
+        # sum of exponentials
+        label_logit2 = tl.load(label_logits + rows) * LOG2E
+        offset = tl.maximum(label_logit2, LOWEST)
+        offset = tl.where(top > offset + SLACK, top, offset)
+        exponentials = tl.exp2(logits * factor - offset[:, None])
+        probability_sum = tl.sum(exponentials, 1)
+        block_lse2 = tl.log2(probability_sum) + (offset - reference_logit2(label_logit2))
+        tl.store(lse2 + place, block_lse2)
+        if expected2 is not None:  # token statistics
+            # a logit of −∞ has no part in it
+            terms = tl.where(exponentials > 0, exponentials * logits, 0.0)
+            mean = tl.sum(terms, 1) * factor / tl.where(probability_sum > 0, probability_sum, 1.0)
+            tl.store(expected2 + place, mean)
 
-                # what is kept of the tile
-                if block_lse is not None:
-                    block_place = block * padded + rows  # a super-block keeps it far below 2^31
-                    store_block_statistics(
-                        block_lse, block_max, block_place, offset, tile_sum, top, label_logit2
-                    )
-                if probabilities is not None:
-                    pointers = probabilities + entry + rows.to(tl.int64)[:, None] * stride
-                    pointers += tl.arange(0, WIDTH)[None, :]
-                    saved = exponentials.to(probabilities.dtype.element_ty)
-                    tl.store(pointers, saved, mask=(rows < n_valid)[:, None])
-                    tl.store(tile_offsets2 + block * padded + rows, offset)
-
-            place = segment_place(group, segment, tile, n_tiles, workers, ROWS, GROUP)
-            tl.store(segment_sums + OFFSET * n_segment_tokens + place, offset)
-            tl.store(segment_sums + PROBABILITY_SUM * n_segment_tokens + place, probability_sum)
-            tl.store(segment_sums + SMOOTHING_LOGIT * n_segment_tokens + place, smoothing_logit)
-            if segment_best is not None:
-                tl.store(segment_sums + EXPECTED_SUM * n_segment_tokens + place, expected)
-                largest_bits = largest.to(tl.int32, bitcast=True)
-                tl.store(segment_best + LARGEST * n_segment_tokens + place, largest_bits)
-                tl.store(segment_best + ARGMAX * n_segment_tokens + place, argmax)
+        # what is kept of the tile itself
+        if filter_lse is not None:  # a super-block's tokens and blocks are far fewer than 2^31
+            lse = tl.log2(probability_sum) + (offset - label_logit2)
+            lse = tl.clamp(lse, -FP16_RANGE, FP16_RANGE)
+            largest = tl.clamp(top - label_logit2, -FP16_RANGE, FP16_RANGE)
+            tl.store(filter_lse + block * padded + rows, lse.to(tl.float16))
+            tl.store(filter_max + block * padded + rows, largest.to(tl.float16))
+        if probabilities is not None:
+            pointers = probabilities + entry + rows.to(tl.int64)[:, None] * stride
+            pointers += tl.arange(0, WIDTH)[None, :]
+            tl.store(pointers, exponentials.to(probabilities.dtype.element_ty))
+            tl.store(tile_offsets2 + block * padded + rows, offset)
 
 
 @triton.jit
 def finish_kernel(
-    segment_sums, segment_best, n_segment_tokens,  # the `Segments`, as the forward has left them
-    valid_count,
+    lse2, smoothing_logit2, expected2, largest2, argmax,  # the `BlockSums` of these tokens
+    tile_offsets2,  # (blocks, padded) of all packed tokens, or None
+    valid_count, label_logits,  # (1,), (padded,) in nats
     lses, smoothing_logits, offsets2,  # (padded,) written: nats, nats, base 2
-    expectations, tops, argmaxes,  # (padded,) written where there is `segment_best`, else None
-    first_entry, n_blocks, workers,
-    ROWS: tl.constexpr, GROUP: tl.constexpr,
+    expectations, tops, argmaxes,  # (padded,) written where there is `argmax`, else None
+    first_token, n_tokens,  # of the packed tokens, those that are joined
+    first_entry, n_blocks, padded, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Join a token tile's segments; rows past the valid tokens get zeros."""
-    n_valid = tl.load(valid_count)
-    tile = tl.program_id(0)
-    all_tiles = tl.cdiv(n_valid, ROWS)
-    # The group that has this tile: the last one with first_tile ≤ tile, which inverts
-    # `split_group`'s first_tile = group · all_tiles // groups.
-    group = ((tile + 1) * tl.cdiv(all_tiles, GROUP) - 1) // tl.maximum(all_tiles, 1)
-    first_tile, n_tiles, segments, length, _ = split_group(
-        n_valid, group, n_blocks, workers, ROWS, GROUP
+    """Join the blocks of TOKENS tokens; rows past the valid tokens get zeros.
+
+    BLOCKS blocks are read at a time, and each of BLOCKS running sums takes one of them. The sums
+    are joined at the end."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    rows = first_token + token
+    known = token < n_tokens
+    valid = known & (rows < tl.load(valid_count))
+    top = tl.full((BLOCKS, TOKENS), LOWEST, tl.float32)
+    probability_sum = tl.zeros((BLOCKS, TOKENS), tl.float32)
+    smoothing_logit = tl.zeros((BLOCKS, TOKENS), tl.float32)
+    expected = tl.zeros((BLOCKS, TOKENS), tl.float32)
+    largest = tl.full((BLOCKS, TOKENS), -float("inf"), tl.float32)
+    best = tl.zeros((BLOCKS, TOKENS), tl.int32)
+    offset = tl.full((BLOCKS, TOKENS), LOWEST, tl.float32)
+    for first in range(0, n_blocks, BLOCKS):
+        blocks = first + tl.arange(0, BLOCKS)
+        mask = (blocks < n_blocks)[:, None] & valid[None, :]
+        place = blocks[:, None] * n_tokens + token[None, :]
+        block_lse2 = tl.load(lse2 + place, mask=mask, other=-float("inf"))
+        new_top = tl.maximum(top, block_lse2)
+        shrink = tl.exp2(top - new_top)
+        share = tl.exp2(block_lse2 - new_top)
+        probability_sum = probability_sum * shrink + share
+        if smoothing_logit2 is not None:
+            smoothing_logit += tl.load(smoothing_logit2 + place, mask=mask, other=0.0)
+        if tile_offsets2 is not None:
+            tile_place = blocks[:, None] * padded + rows[None, :]
+            tile_offset = tl.load(tile_offsets2 + tile_place, mask=mask, other=LOWEST)
+            offset = tl.maximum(offset, tile_offset)
+        if argmax is not None:  # token statistics
+            mean = tl.load(expected2 + place, mask=mask, other=0.0)
+            expected = expected * shrink + share * mean
+            block_largest = tl.load(largest2 + place, mask=mask, other=-float("inf"))
+            block_best = tl.load(argmax + place, mask=mask, other=0)
+            best = tl.where(block_largest > largest, block_best, best)
+            largest = tl.maximum(largest, block_largest)
+        top = new_top
+
+    whole_top = tl.max(top, 0)
+    shrink = tl.exp2(top - whole_top[None, :])
+    total = tl.sum(probability_sum * shrink, 0)
+    label_logit2 = tl.load(label_logits + rows, mask=known, other=0.0) * LOG2E
+    token_lse2 = reference_logit2(label_logit2) + (whole_top + tl.log2(total))
+    tl.store(lses + rows, tl.where(valid, token_lse2 / LOG2E, 0.0), mask=known)
+    token_smoothing_logit2 = tl.sum(smoothing_logit, 0)
+    tl.store(
+        smoothing_logits + rows, tl.where(valid, token_smoothing_logit2 / LOG2E, 0.0), mask=known
     )
-    segments += (segments * length < n_blocks).to(tl.int32)  # the spare programs'
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    valid = rows < n_valid
-    offset = tl.full((ROWS,), LOWEST, tl.float32)
-    probability_sum = tl.zeros((ROWS,), tl.float32)
-    smoothing_logit = tl.zeros((ROWS,), tl.float32)
-    expected = tl.zeros((ROWS,), tl.float32)
-    largest = tl.full((ROWS,), -float("inf"), tl.float32)
-    argmax = tl.zeros((ROWS,), tl.int32)
-    for segment in range(0, segments):
-        place = segment_place(group, segment, tile - first_tile, n_tiles, workers, ROWS, GROUP)
-        its_offset = tl.load(
-            segment_sums + OFFSET * n_segment_tokens + place, mask=valid, other=0.0
-        )
-        new_offset = tl.maximum(offset, its_offset)
-        shrink = tl.exp2(offset - new_offset)
-        its_shrink = tl.exp2(its_offset - new_offset)
-        its_sum = tl.load(
-            segment_sums + PROBABILITY_SUM * n_segment_tokens + place, mask=valid, other=1.0
-        )
-        probability_sum = probability_sum * shrink + its_sum * its_shrink
-        smoothing_logit += tl.load(
-            segment_sums + SMOOTHING_LOGIT * n_segment_tokens + place, mask=valid, other=0.0
-        )
-        if segment_best is not None:
-            its_expected = tl.load(
-                segment_sums + EXPECTED_SUM * n_segment_tokens + place, mask=valid, other=0.0
-            )
-            expected = expected * shrink + its_expected * its_shrink
-            largest_bits = tl.load(
-                segment_best + LARGEST * n_segment_tokens + place, mask=valid, other=0
-            )
-            its_largest = largest_bits.to(tl.float32, bitcast=True)
-            its_argmax = tl.load(
-                segment_best + ARGMAX * n_segment_tokens + place, mask=valid, other=0
-            )
-            argmax = tl.where(its_largest > largest, its_argmax, argmax)
-            largest = tl.maximum(largest, its_largest)
-        offset = new_offset
-    tl.store(lses + rows, tl.where(valid, (offset + tl.log2(probability_sum)) / LOG2E, 0.0))
-    tl.store(smoothing_logits + rows, tl.where(valid, smoothing_logit / LOG2E, 0.0))
-    tl.store(offsets2 + rows, tl.where(valid, offset, 0.0))
-    if segment_best is not None:
-        tl.store(expectations + rows, tl.where(valid, expected / probability_sum / LOG2E, 0.0))
-        tl.store(tops + rows, tl.where(valid, largest / LOG2E, 0.0))
-        tl.store(argmaxes + rows, tl.where(valid, argmax + first_entry, -1))
+    if tile_offsets2 is not None:
+        tl.store(offsets2 + rows, tl.where(valid, tl.max(offset, 0), 0.0), mask=known)
+    if argmax is not None:
+        token_expected2 = tl.sum(expected * shrink, 0) / total
+        tl.store(expectations + rows, tl.where(valid, token_expected2 / LOG2E, 0.0), mask=known)
+        token_largest = tl.max(largest, 0)
+        tl.store(tops + rows, tl.where(valid, token_largest / LOG2E, 0.0), mask=known)
+        # the first of equals
+        candidates = tl.where(largest == token_largest[None, :], best, 2**31 - 1)
+        token_best = tl.min(candidates, 0) + first_entry
+        tl.store(argmaxes + rows, tl.where(valid, token_best, -1), mask=known)
 
 
 @triton.jit(do_not_specialize=["n_order"])
@@ -381,33 +310,54 @@ class Results:
 class SavedProbabilities(NamedTuple):
     """Where the forward leaves the probabilities p̃ of packed tokens."""
 
-    probabilities: Tensor  # (tokens, blocks · width) in the inputs' dtype
+    probabilities: Tensor  # (whole tiles of tokens, blocks · width) in the inputs' dtype
     tile_offsets2: Tensor  # (blocks, padded) fp32 base 2, what each tile's are relative to
 
 
 @dataclass(frozen=True)
-class Segments:
-    """What the forward finds of each token in each segment of the vocabulary, and how it was cut.
+class BlockSums:
+    """What the forward finds of some tokens in each block of the vocabulary, (blocks, tokens)."""
 
-    A row has one number for each token of each segment; `segment_place` says where."""
-
-    sums: Tensor  # (4, ·) fp32: OFFSET, PROBABILITY_SUM, SMOOTHING_LOGIT, EXPECTED_SUM
-    best: Tensor | None  # (2, ·) int32: LARGEST, ARGMAX; None without token statistics
-    workers: int  # programs that walked
-    group: int  # token tiles that they worked on at a time
+    # log2 Σ_v 2^z over the block, relative to the label's logit (`reference_logit2`)
+    lse2: Tensor  # fp32
+    smoothing_logit2: Tensor | None  # fp32 Σ_v u_v z_v, or Σ_v z_v where u is uniform; base 2
+    # Token statistics, or None:
+    expected2: Tensor | None  # fp32, the mean of z by the softmax within the block; base 2
+    largest2: Tensor | None  # fp32, the largest z; base 2
+    argmax: Tensor | None  # int32, its row of C
 
     @classmethod
-    def allocate(cls, call: LossCall, padded: int, device: torch.device) -> "Segments":
-        rows = call.tiles.rows
-        workers = programs(device, PROGRAMS_PER_MULTIPROCESSOR)
-        group = min(call.tiles.group, workers)
-        # A group has at most a segment a program, and besides each tile's end of the vocabulary.
-        size = cdiv(padded, group * rows) * (workers + group) * rows
-        sums = torch.empty(SUM_ROWS, size, device=device, dtype=torch.float32)
-        best = None
-        if call.inputs.options.return_statistics:
-            best = torch.empty(BEST_ROWS, size, device=device, dtype=torch.int32)
-        return cls(sums, best, workers, group)
+    def allocate(cls, call: LossCall, n_tokens: int) -> "BlockSums":
+        hidden = call.inputs.hidden
+
+        def numbers(dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(call.blocks, n_tokens, device=hidden.device, dtype=dtype)
+
+        options = call.inputs.options
+        statistics = options.return_statistics
+        return cls(
+            lse2=numbers(),
+            smoothing_logit2=numbers() if options.label_smoothing else None,
+            expected2=numbers() if statistics else None,
+            largest2=numbers() if statistics else None,
+            argmax=numbers(torch.int32) if statistics else None,
+        )
+
+    @staticmethod
+    def most_tokens(call: LossCall) -> int:
+        """How many tokens to have block sums of at a time.
+
+        They are whole tiles, and at least as many as the forward works on together: with fewer C
+        would be read more often."""
+        options = call.inputs.options
+        numbers = 1
+        if options.label_smoothing:
+            numbers += 1
+        if options.return_statistics:
+            numbers += 3
+        bytes_per_tile = 4 * numbers * call.blocks * call.tiles.rows
+        tiles = max(BLOCK_SUMS_BYTES // bytes_per_tile, call.tiles.group)
+        return tiles * call.tiles.rows
 
 
 def run_forward(
@@ -415,16 +365,21 @@ def run_forward(
     packed: Tensor,  # (padded, D)
     tokens: PackedTokens,  # whose log-sum-exps and offsets are written
     results: Results,  # of the call or part: written at these tokens
-    block_statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
+    filter_statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
     saved: SavedProbabilities | None = None,  # written, at the packed tokens' places
 ) -> None:
     """Walk over the vocabulary once, and write what these tokens' losses and gradients need.
 
-    Block statistics are base-2 and relative to the label's logit: the log-sum-exp and the largest
+    Filter statistics are base-2 and relative to the label's logit: the log-sum-exp and the largest
     logit within each block."""
-    segments = Segments.allocate(call, len(packed), packed.device)
-    walk_vocabulary(call, packed, tokens, segments, block_statistics, saved)
-    sums = join_segments(call, tokens, segments)
+    sums = empty_sums(call, tokens)
+    for where in token_slices(len(packed), BlockSums.most_tokens(call)):
+        block_sums = BlockSums.allocate(call, where.stop - where.start)
+        walk_vocabulary(call, packed, tokens, where, block_sums, filter_statistics, saved)
+        join_blocks(call, tokens, where, block_sums, saved, sums)
+        del block_sums  # before the next tokens' take their memory
+    if call.inputs.smoothing_target is None:  # the kernel has summed with weights of 1
+        sums.smoothing_logit.div_(call.inputs.vocabulary)
     if call.inputs.shard is not None:
         # `gather` has joined the labels' logits already.
         sums = sums._replace(label_logit=torch.zeros_like(sums.lse))
@@ -432,13 +387,34 @@ def run_forward(
     write_losses(call, tokens, sums, results)
 
 
+def empty_sums(call: LossCall, tokens: PackedTokens) -> TokenLogitSums:
+    """Memory for what `join_blocks` finds, beside the labels' logits, which are known."""
+    numbers = torch.empty_like(tokens.label_logit)
+    expected = None
+    top = None
+    argmax = None
+    if call.inputs.options.return_statistics:
+        expected = torch.empty_like(numbers)
+        top = torch.empty_like(numbers)
+        argmax = torch.empty_like(numbers, dtype=torch.int64)
+    return TokenLogitSums(
+        lse=numbers,
+        label_logit=tokens.label_logit,
+        smoothing_logit=torch.empty_like(numbers),
+        expected=expected,
+        top=top,
+        argmax=argmax,
+    )
+
+
 def walk_vocabulary(
     call: LossCall,
     packed: Tensor,  # (padded, D)
     tokens: PackedTokens,
-    segments: Segments,  # written
-    block_statistics: Tensor | None,  # (2, blocks, padded), written
-    saved: SavedProbabilities | None,  # written
+    where: slice,  # the packed tokens that are looked at
+    block_sums: BlockSums,  # of those tokens, written
+    filter_statistics: Tensor | None,  # (2, blocks, padded), written at those tokens
+    saved: SavedProbabilities | None,  # written at those tokens
 ) -> None:
     """Launch `forward_kernel`."""
     inputs = call.inputs
@@ -446,77 +422,75 @@ def walk_vocabulary(
     options = inputs.options
     padded, d = packed.shape
     v = len(inputs.weight)
-    block_lse = None
-    block_max = None
-    if block_statistics is not None:
-        block_lse, block_max = block_statistics.unbind()
-    forward_kernel[(segments.workers,)](
+    filter_lse = None
+    filter_max = None
+    if filter_statistics is not None:
+        filter_lse, filter_max = filter_statistics.unbind()
+    forward_kernel[(programs(packed.device) * WAVES,)](
         hidden=descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
         weight=descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma),
         bias=inputs.bias,
         smoothing_target=inputs.smoothing_target,
         valid_count=tokens.valid_count,
         label_logits=tokens.label_logit,
-        block_lse=block_lse,
-        block_max=block_max,
-        segment_sums=segments.sums,
-        segment_best=segments.best,
-        n_segment_tokens=segments.sums.shape[1],
-        padded=padded,
+        lse2=block_sums.lse2,
+        smoothing_logit2=block_sums.smoothing_logit2,
+        expected2=block_sums.expected2,
+        largest2=block_sums.largest2,
+        argmax=block_sums.argmax,
+        filter_lse=filter_lse,
+        filter_max=filter_max,
         probabilities=None if saved is None else saved.probabilities,
         tile_offsets2=None if saved is None else saved.tile_offsets2,
         stride=0 if saved is None else saved.probabilities.stride(0),
+        first_token=where.start,
+        n_tokens=where.stop - where.start,
+        padded=padded,
         V=v,
         n_blocks=call.blocks,
         scale=inputs.logit_scale,
         softcap=options.softcap,
         D=d,
-        GROUP=segments.group,
+        GROUP=tiles.group,
+        WAVES=WAVES,
         RAGGED=v % tiles.width != 0,
         PLAIN=inputs.bias is None and options.softcap is None and inputs.logit_scale > 0,
-        MIX=options.label_smoothing != 0,
         **tiles.product_settings,
     )
 
 
-def join_segments(call: LossCall, tokens: PackedTokens, segments: Segments) -> TokenLogitSums:
-    """What the walk has found of each token on this rank, and the tokens' offsets."""
-    inputs = call.inputs
-    device = tokens.offset2.device
-    padded = len(tokens.offset2)
-    lse, smoothing_logit = torch.empty(2, padded, device=device, dtype=torch.float32).unbind()
-    expected = None
-    top = None
-    argmax = None
-    if segments.best is not None:
-        expected, top = torch.empty(2, padded, device=device, dtype=torch.float32).unbind()
-        argmax = torch.empty(padded, device=device, dtype=torch.int64)
-    finish_kernel[(cdiv(padded, call.tiles.rows),)](
-        segment_sums=segments.sums,
-        segment_best=segments.best,
-        n_segment_tokens=segments.sums.shape[1],
+def join_blocks(
+    call: LossCall,
+    tokens: PackedTokens,
+    where: slice,  # the packed tokens whose blocks are joined
+    block_sums: BlockSums,  # of those tokens
+    saved: SavedProbabilities | None,
+    sums: TokenLogitSums,  # on this rank, written at those tokens
+) -> None:
+    """Launch `finish_kernel`, which writes the tokens' offsets too where there is `saved`."""
+    n_tokens = where.stop - where.start
+    finish_kernel[(cdiv(n_tokens, FINISH_TOKENS),)](
+        lse2=block_sums.lse2,
+        smoothing_logit2=block_sums.smoothing_logit2,
+        expected2=block_sums.expected2,
+        largest2=block_sums.largest2,
+        argmax=block_sums.argmax,
+        tile_offsets2=None if saved is None else saved.tile_offsets2,
         valid_count=tokens.valid_count,
-        lses=lse,
-        smoothing_logits=smoothing_logit,
+        label_logits=tokens.label_logit,
+        lses=sums.lse,
+        smoothing_logits=sums.smoothing_logit,
         offsets2=tokens.offset2,
-        expectations=expected,
-        tops=top,
-        argmaxes=argmax,
-        first_entry=0 if inputs.shard is None else inputs.shard.first_entry,
+        expectations=sums.expected,
+        tops=sums.top,
+        argmaxes=sums.argmax,
+        first_token=where.start,
+        n_tokens=n_tokens,
+        first_entry=0 if call.inputs.shard is None else call.inputs.shard.first_entry,
         n_blocks=call.blocks,
-        workers=segments.workers,
-        ROWS=call.tiles.rows,
-        GROUP=segments.group,
-    )
-    if inputs.smoothing_target is None:  # the kernel has summed with weights of 1
-        smoothing_logit /= inputs.vocabulary
-    return TokenLogitSums(
-        lse=lse,
-        label_logit=tokens.label_logit,
-        smoothing_logit=smoothing_logit,
-        expected=expected,
-        top=top,
-        argmax=argmax,
+        padded=len(tokens.lse2),
+        TOKENS=FINISH_TOKENS,
+        BLOCKS=FINISH_BLOCKS,
     )
 
 

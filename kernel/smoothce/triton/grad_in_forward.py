@@ -161,9 +161,9 @@ class Workspace:
     def allocate(cls, call: LossCall, part_tokens: int) -> "Workspace":
         weight = call.inputs.weight
         tiles = call.tiles
+        # The forward writes whole tiles, and `part_tokens` is a number of them.
         memory = weight.new_empty(LEAD + part_tokens, call.blocks * tiles.width)
-        padded = cdiv(part_tokens, tiles.rows) * tiles.rows
-        tile_offsets2 = weight.new_empty(call.blocks, padded, dtype=torch.float32)
+        tile_offsets2 = weight.new_empty(call.blocks, part_tokens, dtype=torch.float32)
         return cls(memory, SavedProbabilities(memory[LEAD:], tile_offsets2), len(weight))
 
     def rows(self, n: int) -> Tensor:

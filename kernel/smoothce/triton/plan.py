@@ -44,7 +44,7 @@ class GradientPlan(NamedTuple):
     mode: Mode
     reason: str
     # Of "grad_in_forward" alone:
-    part_tokens: int = 0  # tokens whose probabilities the workspace holds at a time
+    part_tokens: int = 0  # tokens whose probabilities the workspace holds at a time: whole tiles
     sum_in_fp32: bool = False  # whether dC is summed in fp32 over the parts
 
 
@@ -148,11 +148,10 @@ def workspace_capacity(call: LossCall) -> Capacity:
 def tokens_of_equal_parts(n: int, most: int, tile_rows: int) -> int:
     """The size of the fewest equal parts of n tokens, in whole tiles, that have at most so many: of
     one tile where that is more already."""
-    n = max(n, 1)
     most = max(most, tile_rows)
     parts = 1
     while True:
-        size = min(cdiv(cdiv(n, parts), tile_rows) * tile_rows, n)
+        size = cdiv(cdiv(max(n, 1), parts), tile_rows) * tile_rows
         if size <= most:
             return size
         parts += 1
@@ -185,9 +184,10 @@ def describe_workspace(call: LossCall, plan: GradientPlan, products: int) -> str
     """How gradients are made in the forward, in words."""
     bytes_per_token = call.blocks * call.tiles.width * call.inputs.weight.element_size()
     counted = "1 product" if products == 1 else f"{products} products"
+    n = len(call.inputs.labels)
     words = (
-        f"{counted}: gradients are made in the forward, {plan.part_tokens:,} of "
-        f"{len(call.inputs.labels):,} tokens at a time, in a workspace of "
+        f"{counted}: gradients are made in the forward, {min(plan.part_tokens, n):,} of "
+        f"{n:,} tokens at a time, in a workspace of "
         f"{plan.part_tokens * bytes_per_token:,} bytes"
     )
     if plan.sum_in_fp32:

@@ -127,14 +127,11 @@ def descriptor(
     return TensorDescriptor.from_tensor(matrix, block) if tma else matrix
 
 
-def programs(device: torch.device, per_multiprocessor: int = 1) -> int:
-    """How many programs to launch.
-
-    Where there are several a multiprocessor, they follow one another, so that multiprocessors that
-    a collective holds delay a part of the work and not all of it."""
+def programs(device: torch.device) -> int:
+    """How many programs run at a time: as many as the GPU has multiprocessors."""
     if device.type != "cuda":  # the interpreter's: few, but more than one
-        return 3 * per_multiprocessor
-    return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

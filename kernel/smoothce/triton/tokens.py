@@ -81,14 +81,14 @@ class PackedTokens(NamedTuple):
 
     "padded" is their number rounded up to whole tiles; what stands behind the valid tokens says
     that there is none. `gather` fills in the labels and their logits and leaves memory for `lse2`
-    and `offset2`, which `forward.run_forward` writes."""
+    and `offset2`, which `forward.run_forward` writes: `offset2` where it saves probabilities."""
 
     order: Tensor  # (n,) int32, each one's place among the tokens of the call or part of a call
     valid_count: Tensor  # (1,) int32, how many are valid
     labels: Tensor  # (padded,) int32, the label's row of C; -1 where this rank has none
     label_logit: Tensor  # (padded,) fp32 nats
     lse2: Tensor  # (padded,) fp32 base 2, +inf where there is no valid token
-    offset2: Tensor  # (padded,) fp32 base 2, what exponents are relative to
+    offset2: Tensor  # (padded,) fp32 base 2, what saved probabilities are relative to
     # The filter's alone.
     total: Tensor | None = None  # (D,) fp32, Σ E_i over valid tokens
     mean: Tensor | None = None  # (D,) the mean hidden state in the inputs' dtype

@@ -65,11 +65,12 @@ SITUATIONS = {
     "unknown counts": {
         (recompute_backward.ValidCounts, "values"): lambda self: [None] * len(self.host),
     },
-    "few shares": {(forward, "programs"): lambda *_: 3},
-    "shares of larger groups": {
+    "one program a wave": {(forward, "programs"): lambda *_: 1},
+    "many programs on larger groups": {
         (forward, "programs"): lambda *_: 7,
-        (triton, "tiles_for"): lambda *tensors: dataclasses.replace(tiles_for(*tensors), group=5),
+        (triton, "tiles_for"): lambda *tensors: dataclasses.replace(tiles_for(*tensors), group=3),
     },
+    "block sums of few tokens at a time": {(forward, "BLOCK_SUMS_BYTES"): 1},
     "as it is": {},
 }
 

@@ -38,8 +38,8 @@ def plan_of(n, v, d, dtype=torch.bfloat16, needs=BOTH, eps=None, **options):
     [  # a workspace of the gradients' bytes or a quarter of the logits
         (8192, GEMMA, {}, 2048, False),
         (16384, GEMMA, {}, 4096, False),
-        (300, GEMMA, {}, 300, False),
-        (300, GEMMA, {"softcap": 43.3}, 300, False),
+        (300, GEMMA, {}, 384, False),
+        (300, GEMMA, {"softcap": 43.3}, 384, False),
         (65536, QWEN, {}, 2048, True),  # so many are summed in fp32
         (65536, QWEN, {"dtype": torch.float32}, 2048, False),
         (16384, GEMMA, {"needs": HIDDEN_ALONE}, 2048, False),
@@ -76,7 +76,7 @@ def test_what_is_not_made_in_the_forward(options, mode, reason):
 
 def test_a_part_has_a_tile_of_tokens_however_little_was_asked_for():
     assert plan.tokens_of_equal_parts(100, 8, tile_rows=16) == 16
-    assert plan.tokens_of_equal_parts(10, 8, tile_rows=16) == 10
+    assert plan.tokens_of_equal_parts(10, 8, tile_rows=16) == 16
 
 
 @pytest.mark.parametrize(
