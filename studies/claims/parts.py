@@ -165,6 +165,51 @@ def losses_of_grid(study: Study) -> "pd.Series[float]":
     return finite
 
 
+@dataclass(frozen=True)
+class EqualLosses:
+    """The held-out losses of the part `equal` and of β = 0.1 as recommended, means over seeds."""
+
+    learning_rate: float  # of the part `equal`
+    plain: float  # the loss at β = 0 with that learning rate
+    smoothed: float  # the loss at β = 0.1 with the chosen learning rate
+    is_end_of_grid: bool  # whether no rate of the grid reaches the loss of β = 0.1
+
+
+def equal_losses(study: Study) -> EqualLosses | None:
+    """What became of the part `equal`; None where it has no runs."""
+    runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
+    plain = runs[runs.part == "equal"]
+    if plain.empty:
+        return None
+    smoothed = loss_to_equal(study)
+    return EqualLosses(
+        learning_rate=float(plain.learning_rate.iloc[0]),
+        plain=float(plain.held_out_loss.mean()),
+        smoothed=smoothed,
+        is_end_of_grid=bool(smoothed > losses_towards_larger(losses_of_grid(study)).iloc[-1]),
+    )
+
+
+def loss_to_equal(study: Study) -> float:
+    """The held-out loss that `seeds` has at β = 0.1, in the mean over seeds."""
+    runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
+    smoothed = runs[(runs.part == "seeds") & (runs.label_smoothing == 0.1)]
+    loss = float(smoothed.held_out_loss.mean())
+    if not np.isfinite(loss):
+        raise InputError(
+            f"{study.model}, seeds: no run at β = 0.1 is trained; the part seeds comes first"
+        )
+    return loss
+
+
+def losses_towards_larger(losses: "pd.Series[float]") -> "pd.Series[float]":
+    """The losses from the chosen rate on, towards that end of the grid whose loss is larger."""
+    best = int(losses.argmin())
+    towards_lower_rates = losses.iloc[: best + 1][::-1]
+    towards_higher_rates = losses.iloc[best:]
+    return max(towards_lower_rates, towards_higher_rates, key=lambda losses: losses.iloc[-1])
+
+
 def equal_rate(study: Study) -> float:
     """The learning rate with the held-out loss at β = 0 that `seeds` has at β = 0.1.
 
@@ -172,20 +217,10 @@ def equal_rate(study: Study) -> float:
     the chosen rate at whose end the loss is larger. Where that end does not reach the loss, the
     rate is the end's, and a line on stderr says that the losses are not equal.
     """
-    losses = losses_of_grid(study)
-    runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
-    smoothed = runs[(runs.part == "seeds") & (runs.label_smoothing == 0.1)]
-    wanted = float(smoothed.held_out_loss.mean())
-    if not np.isfinite(wanted):
-        raise InputError(
-            f"{study.model}, seeds: no run at β = 0.1 is trained; the part seeds comes first"
-        )
-    best = int(losses.argmin())
-    towards_lower_rates = losses.iloc[: best + 1][::-1]
-    towards_higher_rates = losses.iloc[best:]
-    side = max(towards_lower_rates, towards_higher_rates, key=lambda losses: losses.iloc[-1])
-    end_rate = float(side.index[-1])
-    end_loss = float(side.iloc[-1])
+    losses = losses_towards_larger(losses_of_grid(study))
+    wanted = loss_to_equal(study)
+    end_rate = float(losses.index[-1])
+    end_loss = float(losses.iloc[-1])
     if wanted > end_loss:
         print(
             f"{study.model}, equal: no learning rate of the grid reaches a held-out loss of "
@@ -193,5 +228,5 @@ def equal_rate(study: Study) -> float:
             file=sys.stderr,
         )
     # Losses grow along the side, so the rate can be read off at a loss; beyond them it is an end's.
-    log_rate = np.interp(wanted, side.to_numpy(), np.log(side.index.to_numpy(dtype=float)))
+    log_rate = np.interp(wanted, losses.to_numpy(), np.log(losses.index.to_numpy(dtype=float)))
     return float(f"{np.exp(log_rate):.2g}")

@@ -1,6 +1,7 @@
 """The tables of a model: every contrast in every reading, and what smoothing costs in entropy."""
 
 import math
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -17,9 +18,16 @@ from studies.claims.contrasts import (
     difference,
     unpacked,
 )
-from studies.claims.parts import Study
+from studies.claims.parts import Study, equal_losses
+from studies.claims.records import RunRecord
 from sweeps.runs.files import read_rows
 
+# What a part's temperature was fitted to.
+TEMPERATURES = {
+    "after": "fitted after β = 0, on MMLU's validation questions",
+    "aligned": "DACA's after β = 0",
+    "cooled": "fitted after over-training, on all of MMLU's test questions",
+}
 PRICE_COLUMNS = ["nll", "entropy", "entce", "temperature", "outside"]
 
 
@@ -33,7 +41,8 @@ def report(study: Study) -> None:
     runs = unpacked(study)
     lines = contrast_table(runs, {quantity.title: quantity for quantity in CALIBRATION})
     lines += contrast_table(runs, GUARDS)
-    lines += temperature_lines(study)
+    lines += equal_loss_lines(study)
+    lines += temperature_lines(run.record for run in runs)
     lines += price_table(study)
     write_text(study.runs_folder / f"{study.model}.md", "\n".join(lines))
     print(*lines, sep="\n")
@@ -51,24 +60,45 @@ def contrast_table(runs: list[UnpackedRun], columns: dict[str, Quantity]) -> lis
     return lines
 
 
-def temperature_lines(study: Study) -> list[str]:
-    """The temperatures of the part `after`, and which of them no better one was sought beyond."""
-    temperatures = []
-    without_optimum = 0
-    for record in study.store.runs(study.model):
-        if record.temperature is None:
-            continue
-        temperatures.append(f"{record.temperature:.2f}")
-        without_optimum += is_end_of_search(record.temperature)
-    if not temperatures:
+def equal_loss_lines(study: Study) -> list[str]:
+    """The held-out losses behind "equal held-out loss", and whether the grid reached them."""
+    losses = equal_losses(study)
+    if losses is None:
         return []
-    line = f"Temperatures fitted after β = 0, a seed each: {', '.join(temperatures)}."
+    line = (
+        f"Equal held-out loss: {losses.smoothed:.3f} at β = 0.1, {losses.plain:.3f} at β = 0 with "
+        f"a learning rate of {losses.learning_rate:g}"
+    )
+    if losses.is_end_of_grid:
+        line += ", the end of the grid, since no rate of the grid reaches the loss of β = 0.1"
+    return [f"{line}.", ""]
+
+
+def temperature_lines(records: Iterable[RunRecord]) -> list[str]:
+    """A row for each kind of temperature that was fitted, with its range over seeds."""
+    temperatures_of_parts: dict[str, list[float]] = {}
+    for record in records:
+        if record.temperature is not None:
+            temperatures_of_parts.setdefault(record.part, []).append(record.temperature)
+    if not temperatures_of_parts:
+        return []
+    lines = ["| temperature | over seeds |", "|---|---|"]
+    for part, name in TEMPERATURES.items():
+        if part in temperatures_of_parts:
+            lines.append(f"| {name} | {format_temperatures(temperatures_of_parts[part])} |")
+    return [*lines, ""]
+
+
+def format_temperatures(temperatures: list[float]) -> str:
+    """The least and the largest, and how many have no optimum within the search."""
+    least = f"{min(temperatures):.2f}"
+    largest = f"{max(temperatures):.2f}"
+    text = least if least == largest else f"{least} to {largest}"
+    without_optimum = sum(is_end_of_search(temperature) for temperature in temperatures)
     if without_optimum:
-        line += (
-            f" Of {without_optimum} of these none is best: the search ended there while NLL still "
-            "fell, as it does where answers are right by chance."
-        )
-    return [line, ""]
+        # Log loss still fell there, as it does where answers are right by chance.
+        text += f"; {without_optimum} of {len(temperatures)} at the end of the search"
+    return text
 
 
 def is_end_of_search(temperature: float) -> bool:

@@ -542,7 +542,7 @@ def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
     assert [*map(float, nothing)] == [0.0, 0.0, 0.0]
     other = cell.fullmatch(found["– less that of `seeds`, sum, clipped"]).group(2)
     assert float(other) == -float(figures[0])
-    assert "Temperatures fitted after β = 0, a seed each: 1.33, 1.33, 1.33.\n" in text
+    assert "| fitted after β = 0, on MMLU's validation questions | 1.33 |\n" in text
     posthoc = next(row for row in rows if "temperature after β = 0, less β = 0" in row[0])
     assert posthoc[1] == posthoc[3] and posthoc[2] == "–"  # the other task has MMLU's records
     value = float(cell.fullmatch(posthoc[1]).group(2))
@@ -953,9 +953,62 @@ def test_a_run_that_was_not_scored_has_its_setting(study, folders):
     assert row["held_out_loss"] == 1.5 and row["task"] is None
 
 
-def test_a_temperature_at_the_end_of_the_search_is_told(study):
-    for seed, temperature in enumerate((1.15, 54.584)):
-        record = RunRecord("after", f"{seed}", seed=seed, temperature=temperature)
+def test_a_temperature_at_the_end_of_the_search_is_told():
+    records = [RunRecord("after", f"{t}", temperature=t) for t in (1.15, 54.584, 1 / 54.584)]
+    assert report.temperature_lines(records)[2] == (
+        "| fitted after β = 0, on MMLU's validation questions "
+        "| 0.02 to 54.58; 2 of 3 at the end of the search |"
+    )
+    assert report.temperature_lines([RunRecord("grid", "r")]) == []
+
+
+MODELS_OF_THE_PAGE = [LARGE, SMALL, MODEL, "gemma-3-270m"]  # in the order of its tables
+
+
+def test_the_page_tells_the_temperatures_and_which_are_no_optimum():
+    (row,) = (
+        cells for cells in page_rows("temperature | ") if cells[0].startswith("fitted after β")
+    )
+    expected = []
+    for model in MODELS_OF_THE_PAGE:
+        (line,) = report.temperature_lines(PUBLISHED.runs(model))[2:-1]
+        expected.append(line.strip("| ").split(" | "))
+    assert [[row[0], cell] for cell in row[1:]] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS_OF_THE_PAGE)
+def test_the_page_tells_all_kinds_of_temperatures(published_runs, model):
+    column = 1 + MODELS_OF_THE_PAGE.index(model)
+    stated = [[cells[0], cells[column]] for cells in page_rows("temperature | ")]
+    lines = report.temperature_lines(run.record for run in published_runs(model))[2:-1]
+    expected = [line.strip("| ").split(" | ") for line in lines]
+    assert [cells for cells in stated if cells[1] != "not trained"] == expected
+
+
+def test_the_page_tells_what_equal_held_out_losses_are():
+    rows = page_rows("model | held-out loss at β = 0.1")
+    for cells, model in zip(rows, MODELS_OF_THE_PAGE, strict=True):
+        losses = parts.equal_losses(Study(model))
+        assert cells[1:3] == [f"{losses.smoothed:.3f}", f"{losses.plain:.3f}"]
+        rate, _, end = cells[3].partition(", ")
+        assert float(rate) == losses.learning_rate == parts.equal_rate(Study(model))
+        assert end.startswith("the grid's") == losses.is_end_of_grid
+
+
+def test_the_report_tells_whether_held_out_losses_are_equal(study):
+    assert report.equal_loss_lines(study) == []
+    add_grid(study, {1e-5: (1.2,), 2e-5: (1.6,)})
+    smoothed = RunRecord("seeds", "s", label_smoothing=0.1, seed=0, held_out_loss=1.7)
+    equal = RunRecord("equal", "e", label_smoothing=0.0, learning_rate=2e-5, held_out_loss=1.61)
+    for record in (smoothed, equal):
         study.store.add(MODEL, record, {})
-    line, _ = report.temperature_lines(study)
-    assert "1.15, 54.58. Of 1 of these none is best" in line
+    line, _ = report.equal_loss_lines(study)
+    assert line == (
+        "Equal held-out loss: 1.700 at β = 0.1, 1.610 at β = 0 with a learning rate of 2e-05, the "
+        "end of the grid, since no rate of the grid reaches the loss of β = 0.1."
+    )
+    smoothed.held_out_loss = 1.5
+    study.store.add(MODEL, smoothed, {})
+    line, _ = report.equal_loss_lines(study)
+    assert line.endswith("1.610 at β = 0 with a learning rate of 2e-05.")
