@@ -109,6 +109,86 @@ def test_the_readmes_trl_script_trains_with_smoothing(world, monkeypatch):
     assert smoothed.item() == pytest.approx(dense.item(), rel=1e-3)
 
 
+@pytest.fixture
+def own_script(world):
+    """own_script(*callbacks) → a patched SFTTrainer of three updates, and the page's snippets."""
+    trl = pytest.importorskip("trl")
+    import datasets
+    import transformers
+
+    from smoothce import patch_trainer
+
+    page = (EXAMPLES.parents[1] / "docs" / "own-script.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    rows = [{"prompt": "which stone", "completion": " the moon sees it"} for _ in range(12)]
+
+    def make(*callbacks):
+        trainer = trl.SFTTrainer(
+            transformers.AutoModelForCausalLM.from_pretrained(world / "model"),
+            trl.SFTConfig(
+                str(world / "out"), max_steps=3, use_cpu=True, logging_steps=1, report_to="none"
+            ),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=transformers.AutoTokenizer.from_pretrained(world / "model"),
+            callbacks=list(callbacks),
+        )
+        return patch_trainer(trainer, label_smoothing=0.1)
+
+    return make, snippets
+
+
+@pytest.mark.slow
+def test_the_page_on_own_scripts_shows_a_batch_and_that_it_is_smoothed(own_script, capsys):
+    make, (_, look_at_a_batch, _, compare) = own_script
+    trainer = make()
+    capsys.readouterr()
+    exec(look_at_a_batch, {"trainer": trainer})
+    padding, learned, text = capsys.readouterr().out.splitlines()
+    assert padding == "padding: 0% of the tokens"  # the rows are alike
+    assert 0 < int(re.search(r"learned: (\d+)%", learned).group(1)) < 100
+    assert text.strip() == "the moon sees it</s>"
+
+    ids = torch.arange(3, 12)[None]
+    exec(compare, {"torch": torch, "model": trainer.model, "ids": ids})
+    smoothed, plain = map(float, capsys.readouterr().out.split())
+    with torch.no_grad():
+        logits = trainer.model.eval()(input_ids=ids).logits[:, :-1].flatten(0, 1).float()
+    for printed, beta in ((smoothed, 0.1), (plain, 0.0)):
+        dense = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=beta)
+        assert printed == pytest.approx(dense.item(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_page_on_own_scripts_says_what_a_nan_looks_like_and_stops_there(own_script):
+    from transformers import TrainerCallback
+
+    make, (_, _, stop_at_nan, _) = own_script
+
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            with torch.no_grad():
+                model.get_input_embeddings().weight.fill_(float("nan"))
+
+    trainer = make(Break())
+    trainer.train()
+    first, second = trainer.state.log_history[:2]
+    assert first["loss"] > 0
+    assert second["loss"] == 0 and second["grad_norm"] != second["grad_norm"]
+
+    trainer = make(Break())
+    exec(stop_at_nan, {"trainer": trainer})
+    with pytest.raises(ValueError, match="step 2: the gradient's norm is nan"):
+        trainer.train()
+
+
+def test_the_page_on_own_scripts_says_how_low_a_smoothed_loss_gets():
+    page = (EXAMPLES.parents[1] / "docs" / "own-script.md").read_text(encoding="utf-8")
+    target = torch.full((151_936,), 0.1 / 151_936, dtype=torch.float64)
+    target[7] += 0.9
+    lowest = F.cross_entropy(target.log()[None], torch.tensor([7]), label_smoothing=0.1)
+    assert f"that is {lowest:.2f} nats" in page
+
+
 def updates(processes, rows):
     """What the loop prints of each update."""
     pytest.importorskip("transformers")
