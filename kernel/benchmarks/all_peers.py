@@ -5,15 +5,17 @@
 
 Methods are this package's three modes, PyTorch's, and the other libraries' in `peers.py`. Each gets
 a row at each shape: times of forward and backward together and of the forward alone, memory beyond
-inputs and gradients, the gradients' error against fp32 ones, whether equal inputs gave equal bits
-twice, and what it lacks. One that knows no smoothing, or none in chunks, is timed at β = 0. One
-that cannot be imported, or fails, has the reason in its row.
+inputs and gradients, the gradients' error against fp32 ones, the same where a quarter of the labels
+is masked, whether equal inputs gave equal bits twice, and what it lacks. All but the one error are
+measured without masked labels. A method that knows no smoothing, or only one that makes all logits,
+is timed at β = 0. One that cannot be imported, or fails, has the reason in its row.
 
 Inputs, clocks and errors are those of `python -m smoothce.bench` (smoothce/bench/measure.py). Each
 shape has a process of its own, and a method that breaks the GPU's context, crashes or hangs costs
-its own row only: the others are measured again without it. Lines are appended to --out as figures
-are made, and of several lines for a shape and a method the last one counts. The table is printed at
-the end.
+its own row only: the others are measured again without it. Where the methods together need more
+than --limit, each is timed as often as there is time for, and no method is blamed. Lines are
+appended to --out as figures are made, and of several lines for a shape and a method the last one
+counts. The table is printed at the end.
 
 Libraries need not be installed into the environment. Where they are installed with
 `pip install --target DIR --no-deps`, put DIR on PYTHONPATH. QuACK and Liger's CuTe DSL also take
@@ -27,6 +29,7 @@ QuACK takes cuda-bindings, apache-tvm-ffi, torch-c-dlpack-ext and einops besides
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -58,9 +61,11 @@ from smoothce.bench.methods import Loss, Method, dense, matrix_products, ours
 from smoothce.bench.table import MISSING, describe_hardware, markdown_table, number
 
 CONTEXT = 2.0  # of the inputs, as in real models
+MASKED = 0.25  # the share of labels that are masked where masking is checked
 SHARE_TO_BEGIN = 2 / 3  # of the time limit, after which no further method is begun
+HANGING = 60.0  # seconds; a turn to be timed takes some, and one that takes so many hangs
 BROKEN_DEVICE = 3  # exit code of a shape's process whose GPU has become unusable
-BOUND = "bound"  # the method whose time is the unit of the column "× bound"
+BOUND = "bound"  # the method that is no loss, but the products that every exact gradient takes
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,10 @@ class PeerRow(Row, total=False):
     contender: str
     lacks: list[peers.Feature]
     same_bits: bool  # whether two backwards on equal inputs gave equal gradients
+    masked_error: float  # the larger of the two errors where a quarter of the labels is masked
+    masked_failed: str  # why there is none
+    timings: int  # samples behind the medians: --repeats, or fewer where the limit was near
+    clock: float  # seconds from the start of the shape's process to this line
     hardware: str
     versions: str
 
@@ -225,27 +234,30 @@ def parse(words: list[str] | None = None) -> Arguments:
 class Recorder:
     """Appends rows of one shape to the output."""
 
-    def __init__(self, shape: str, out: Path) -> None:
+    def __init__(self, shape: str, out: Path, began: float) -> None:
         self.shape = shape
         self.out = out
+        self.began = began
         self.hardware = describe_hardware("cuda" if torch.cuda.is_available() else "cpu")
         self.versions = f"torch {torch.__version__}, triton {triton.__version__}"
 
     def record(
-        self, contender: str, row: Row, reached: State, same_bits: bool | None = None
+        self, contender: str, row: Row, reached: State, checks: PeerRow | None = None
     ) -> None:
-        """Write how far a method has come; with a reason in its row it has failed, how far ever."""
+        """Write how far a method has come; with a reason in its row it has failed, how far ever.
+
+        `checks` has the figures that `Row` does not know."""
         line: PeerRow = {
             **row,
+            **(checks or {}),
             "state": "failed" if "failed" in row else reached,
             "shape": self.shape,
             "contender": contender,
             "lacks": list(CONTENDERS[contender].lacks),
             "hardware": self.hardware,
             "versions": self.versions,
+            "clock": round(time.monotonic() - self.began, 1),
         }
-        if same_bits is not None:
-            line["same_bits"] = same_bits
         append_line(self.out, line)
 
 
@@ -253,7 +265,7 @@ def measure_shape(shape_name: str, args: Arguments) -> int:
     """Measure the methods at one shape. Returns the exit code of the process."""
     began = time.monotonic()
     shape = {**SHAPES, **TINY_SHAPES}[shape_name]
-    recorder = Recorder(shape_name, args.out)
+    recorder = Recorder(shape_name, args.out, began)
     problem = make_problem(
         shape.classifier._replace(name=shape_name),
         tokens=shape.tokens,
@@ -266,35 +278,50 @@ def measure_shape(shape_name: str, args: Arguments) -> int:
         key: make_measurement(key, problem, args.label_smoothing) for key in args.methods
     }
     # Before any library is imported that might change how torch computes.
-    truths: dict[float | None, dict[str, Tensor] | None] = {None: None}
-    for measurement in measurements.values():
-        if measurement.beta is not None and measurement.beta not in truths:
-            truths[measurement.beta] = true_gradients(problem, measurement.beta)
+    betas = {each.beta for each in measurements.values() if each.beta is not None}
+    masked_problem = with_masked_labels(problem)
+    truths = {}
+    for beta in betas:
+        truths[beta] = Truth(true_gradients(problem, beta), true_gradients(masked_problem, beta))
     undisturbed = {key: m for key, m in measurements.items() if key not in CHANGES_TORCH}
     disturbing = {key: m for key, m in measurements.items() if key in CHANGES_TORCH}
     for group in (undisturbed, disturbing):
-        group_run = GroupRun(args, recorder, problem, began)
+        group_run = GroupRun(args, recorder, problem, masked_problem, began)
         if not group_run.measure(group, truths):
             return BROKEN_DEVICE
     return 0
 
 
+@dataclass(frozen=True)
+class Truth:
+    """The true gradients at one β by the names of their inputs, without and with masked labels."""
+
+    gradients: dict[str, Tensor]
+    masked: dict[str, Tensor]
+
+
 class GroupRun:
     """Measures methods that may be in one process while they are timed."""
 
-    def __init__(self, args: Arguments, recorder: Recorder, problem: Problem, began: float) -> None:
+    def __init__(
+        self,
+        args: Arguments,
+        recorder: Recorder,
+        problem: Problem,
+        masked_problem: Problem,
+        began: float,
+    ) -> None:
         self.args = args
         self.recorder = recorder
         self.problem = problem
+        self.masked_problem = masked_problem
         self.began = began
-        self.same_bits: dict[str, bool | None] = {}
+        self.checks: dict[str, PeerRow] = {}
 
-    def measure(
-        self,
-        measurements: dict[str, Measurement],
-        truths: dict[float | None, dict[str, Tensor] | None],
-    ) -> bool:
-        """Fill in the methods' rows. Returns False where one has made the GPU unusable."""
+    def measure(self, measurements: dict[str, Measurement], truths: dict[float, Truth]) -> bool:
+        """Fill in the methods' rows. Returns False where one has made the GPU unusable.
+
+        `truths` are by β."""
         for key, measurement in measurements.items():
             reason = self.reason_to_leave_out(key)
             if reason is not None:
@@ -302,8 +329,9 @@ class GroupRun:
                 self.recorder.record(key, measurement.row, "failed")
                 continue
             self.recorder.record(key, measurement.row, "started")
-            works = self.measure_without_clock(key, measurement, truths[measurement.beta])
-            self.recorder.record(key, measurement.row, "measured", self.same_bits.get(key))
+            truth = None if measurement.beta is None else truths[measurement.beta]
+            works = self.measure_without_clock(key, measurement, truth)
+            self.recorder.record(key, measurement.row, "measured", self.checks.get(key))
             if not works:
                 return False
         self.time(measurements)
@@ -317,15 +345,15 @@ class GroupRun:
         return None
 
     def measure_without_clock(
-        self, key: str, measurement: Measurement, truth: dict[str, Tensor] | None
+        self, key: str, measurement: Measurement, truth: Truth | None
     ) -> bool:
-        """Find error, memory and equal bits. Returns whether the GPU still works.
+        """Find errors, memory and equal bits. Returns whether the GPU still works.
 
         `attempt` catches what a method raises. What still comes here is CUDA failing in `clear` or
         `check_device`: its context is lost, and this process can measure nothing more."""
         try:
-            measure_error_and_memory(measurement, truth)
-            self.same_bits[key] = compare_bits(measurement)
+            measure_error_and_memory(measurement, truth.gradients if truth else None)
+            self.checks[key] = self.check(measurement, truth)
             measurement.attempt(measurement.forward)  # which compiles kernels of its own
             check_device()
         except Exception:
@@ -333,18 +361,54 @@ class GroupRun:
             return False
         return True
 
+    def check(self, measurement: Measurement, truth: Truth | None) -> PeerRow:
+        """Whether equal inputs give equal bits, and the error with masked labels."""
+        checks = PeerRow()
+        same_bits = compare_bits(measurement)
+        if same_bits is not None:
+            checks["same_bits"] = same_bits
+        if truth is not None and not measurement.failed:
+            masked = Measurement(self.masked_problem, measurement.method, measurement.beta)
+            measure_error_and_memory(masked, truth.masked)
+            if masked.failed:
+                checks["masked_failed"] = masked.row["failed"]
+            else:
+                errors = (masked.row["error_hidden"], masked.row["error_weight"])
+                checks["masked_error"] = max(errors)
+        return checks
+
     def time(self, measurements: dict[str, Measurement]) -> None:
+        """Time the methods --repeats times, or as often as the limit allows."""
         to_time = {key: m for key, m in measurements.items() if not m.failed}
         key_of = {id(measurement): key for key, measurement in to_time.items()}
 
         def record_turn(measurement: Measurement) -> None:
             key = key_of[id(measurement)]
-            self.recorder.record(key, measurement.row, "timing", self.same_bits.get(key))
+            self.recorder.record(key, measurement.row, "timing", self.checks.get(key))
 
-        args = self.args
-        measure_times(self.problem, list(to_time.values()), args.repeats, args.seconds, record_turn)
+        shuffled = random.Random(0)
+        longest_repeat = 0.0
+        timings = 0
+        while timings < self.args.repeats:
+            repeat_began = time.monotonic()
+            if timings and repeat_began - self.began + longest_repeat > self.args.limit:
+                break
+            order = shuffled.sample(list(to_time.values()), len(to_time))
+            measure_times(self.problem, order, 1, self.args.seconds, record_turn)
+            longest_repeat = max(longest_repeat, time.monotonic() - repeat_began)
+            timings += 1
         for key, measurement in to_time.items():
-            self.recorder.record(key, measurement.row, "timed", self.same_bits.get(key))
+            checks: PeerRow = {**self.checks.get(key, PeerRow()), "timings": timings}
+            self.recorder.record(key, measurement.row, "timed", checks)
+
+
+def with_masked_labels(problem: Problem) -> Problem:
+    """The same problem with a share of its labels masked."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(problem.labels), generator=generator).to(problem.labels.device)
+    labels = problem.labels.clone()
+    labels[order[: int(MASKED * len(labels))]] = peers.IGNORE_INDEX
+    return problem._replace(labels=labels)
 
 
 def make_measurement(key: str, problem: Problem, label_smoothing: float) -> Measurement:
@@ -352,7 +416,7 @@ def make_measurement(key: str, problem: Problem, label_smoothing: float) -> Meas
     beta: float | None = label_smoothing
     if key == BOUND:
         beta = None
-    elif {"smoothing", "smoothing in chunks"}.intersection(contender.lacks):
+    elif {"smoothing", "chunked smoothing"}.intersection(contender.lacks):
         beta = 0.0
     name = contender.name
     if contender.package is not None:
@@ -410,7 +474,15 @@ def read_lines(out: Path, start: int) -> dict[tuple[str, str], PeerRow]:
     return latest
 
 
-def run_worker(shape: str, methods: list[str], args: Arguments) -> str | None:
+@dataclass(frozen=True)
+class EarlyEnd:
+    """Why a shape's process ended before all methods were measured."""
+
+    reason: str
+    seconds: float | None = None  # after which it was ended from outside, if it was
+
+
+def run_worker(shape: str, methods: list[str], args: Arguments) -> EarlyEnd | None:
     """Measure methods at a shape in a process of its own. Returns why it ended early, or None."""
     command = [sys.executable, __file__, "--worker", "--out", str(args.out)]
     command += ["--shapes", shape, "--methods", *methods]
@@ -423,7 +495,7 @@ def run_worker(shape: str, methods: list[str], args: Arguments) -> str | None:
     try:
         code = process.wait(args.limit)
     except subprocess.TimeoutExpired:
-        return f"no result within {args.limit:g} s"
+        return EarlyEnd(f"no result within {args.limit:g} s", seconds=args.limit)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -431,14 +503,14 @@ def run_worker(shape: str, methods: list[str], args: Arguments) -> str | None:
     if code == 0:
         return None
     if code == BROKEN_DEVICE:
-        return "it left the GPU unusable"
-    return f"the process ended with code {code}"
+        return EarlyEnd("it left the GPU unusable")
+    return EarlyEnd(f"the process ended with code {code}")
 
 
 def measure_shape_apart(
     shape: str,
     args: Arguments,
-    run: Callable[[str, list[str], Arguments], str | None] = run_worker,
+    run: Callable[[str, list[str], Arguments], EarlyEnd | None] = run_worker,
 ) -> None:
     """Measure a shape, and where a method ends the process measure the others again without it.
 
@@ -455,18 +527,43 @@ def measure_shape_apart(
         unfinished = [key for key in left if key not in finished]
         if not unfinished:
             return
+        if ended is None:
+            ended = EarlyEnd("the process ended without a result")
         latest = rows[-1] if rows else None
-        if latest is not None and latest["state"] in RUNNING:  # it ran when the process ended
-            culprits = [latest["contender"]]
-        elif len(unfinished) == len(left):  # nobody is to blame, and it would end so again
-            culprits = unfinished
-        else:  # the method that broke the GPU has said so itself
-            culprits = []
+        given_up, reason = whose_end(latest, unfinished, left, ended)
         row_of = {row["contender"]: row for row in rows}
-        for key in culprits:
+        for key in given_up:
             row = row_of.get(key, unmeasured_row(shape, key))
-            append_line(args.out, {**row, "state": "failed", "failed": str(ended)})
-        left = [key for key in unfinished if key not in culprits]
+            append_line(args.out, {**row, "state": "failed", "failed": reason})
+        left = [key for key in unfinished if key not in given_up]
+
+
+def whose_end(
+    latest: PeerRow | None, unfinished: list[str], asked: list[str], ended: EarlyEnd
+) -> tuple[list[str], str]:
+    """The methods that are given up after a process has ended early, and the reason in their rows.
+
+    - The latest line tells of a method that ran for the first time, or of one that was timed when
+      the process ended by itself or hung: this method ended it, and the others are tried again.
+    - The time was over while methods were timed, and none hung: nobody is to blame, and all would
+      end so again. The rows keep what is known without a clock.
+    - No method ran, and one has finished: the one that broke the GPU has said so in its own row.
+    - No method ran, and none has finished: nobody is to blame, and all would end so again."""
+    if latest is not None and latest["state"] in RUNNING:
+        whole_but_slow = (
+            latest["state"] == "timing"
+            and ended.seconds is not None
+            and ended.seconds - latest["clock"] < HANGING
+        )
+        if not whole_but_slow:
+            return [latest["contender"]], ended.reason
+        return (
+            unfinished,
+            f"not timed: all methods together took {ended.seconds:g} s; raise --limit",
+        )
+    if len(unfinished) < len(asked):
+        return [], ended.reason
+    return unfinished, ended.reason
 
 
 def unmeasured_row(shape: str, contender: str) -> PeerRow:
@@ -485,10 +582,11 @@ HEAD = (
     "method",
     "β",
     "forward + backward ms",
-    "× bound",
+    "× E Cᵀ",
     "forward ms",
     "MB",
     "dE / dC error",
+    "error, a quarter masked",
     "same bits",
     "lacks",
 )
@@ -501,18 +599,10 @@ def format_table(shape_name: str, rows: list[PeerRow]) -> str:
     title = f"{shape_name}: N = {shape.tokens}, V = {classifier.vocabulary}"
     title += f", D = {classifier.features}"
     title += f", softcap {shape.softcap:g}" if shape.softcap else ", no softcap"
-    bound_ms = None
-    for row in rows:
-        if row["contender"] == BOUND:
-            bound_ms = row.get("both_ms")
-    return markdown_table(title, list(HEAD), [cells_of(row, bound_ms) for row in rows])
+    return markdown_table(title, list(HEAD), [cells_of(row) for row in rows])
 
 
-def cells_of(row: PeerRow, bound_ms: float | None) -> list[str]:
-    both_ms = row.get("both_ms")
-    ratio = None
-    if both_ms is not None and bound_ms is not None:
-        ratio = both_ms / bound_ms
+def cells_of(row: PeerRow) -> list[str]:
     errors = MISSING
     if "error_hidden" in row and "error_weight" in row:
         errors = f"{row['error_hidden']:.1e} / {row['error_weight']:.1e}"
@@ -522,11 +612,12 @@ def cells_of(row: PeerRow, bound_ms: float | None) -> list[str]:
     return [
         row["method"],
         number(row.get("beta"), "g"),
-        row.get("failed", number(both_ms, ".1f")),
-        number(ratio, ".2f"),
+        row.get("failed", number(row.get("both_ms"), ".1f")),
+        number(row.get("both_products"), ".2f"),
         number(row.get("forward_ms"), ".1f"),
         number(row.get("extra_mb"), ",.0f"),
         errors,
+        row.get("masked_failed", number(row.get("masked_error"), ".1e")),
         same_bits,
         ", ".join(row["lacks"]) or MISSING,
     ]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from smoothce.bench.methods import Loss
 
-Feature = Literal["smoothing", "smoothing in chunks", "softcap", "bias"]
+Feature = Literal["smoothing", "chunked smoothing", "softcap", "bias"]
 
 IGNORE_INDEX = -100
 TRL_CHUNK = 32768  # entries of the vocabulary at a time, as the trainers of TRL 1.16 take
@@ -36,8 +36,8 @@ QUACK_CHUNK = 4096  # tokens at a time, QuACK's own default
 def lacks(*features: Feature) -> Callable[[Loss], Loss]:
     """Says what a loss has not, and lets it raise ValueError where it is asked for.
 
-    "smoothing in chunks" is a smoothing that makes all logits, which is refused nowhere; a bias is
-    never asked for."""
+    What lacks "chunked smoothing" smooths, but only with all logits in memory; it is called with a
+    smoothing all the same. A bias is never asked for."""
 
     def decorate(loss: Loss) -> Loss:
         @functools.wraps(loss)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def features_lacking_of(loss: Loss) -> tuple[Feature, ...]:
     return getattr(loss, "lacks", ())
 
 
-@lacks("smoothing in chunks", "softcap")
+@lacks("chunked smoothing", "softcap")
 def torch_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

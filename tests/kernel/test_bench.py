@@ -5,6 +5,7 @@ import functools
 import json
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import paper
 import peers
 import pytest
 import torch
+from all_peers import EarlyEnd
 from loss_check import DEVICE
 
 from smoothce.bench import __main__ as command
@@ -139,14 +141,14 @@ def test_a_peer_that_knows_no_smoothing_or_softcap_says_so():
     not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch has it since 2.13"
 )
 def test_torchs_own_linear_loss_smooths():
-    """It makes all logits then, so that it lacks smoothing in chunks alone."""
+    """It makes all logits then, so that it lacks chunked smoothing alone."""
     problem = small_problem(None)
     inputs = problem.hidden, problem.weight, problem.labels
     for beta in (0.0, 0.1):
         found = peers.torch_linear_cross_entropy(*inputs, label_smoothing=beta)
         torch.testing.assert_close(found, dense(*inputs, beta), rtol=EXACT, atol=EXACT)
     assert peers.features_lacking_of(peers.torch_linear_cross_entropy) == (
-        "smoothing in chunks",
+        "chunked smoothing",
         "softcap",
     )
 
@@ -175,7 +177,7 @@ def test_all_peers_tiny(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "### tiny: N = 64, V = 640, D = 32, no softcap" in printed
     assert "### tiny-softcap: N = 64, V = 640, D = 32, softcap 30" in printed
-    assert "| knows no softcap | – | – | – | – | – | smoothing, softcap, bias |" in printed
+    assert "| knows no softcap | – | – | – | – | – | – | smoothing, softcap, bias |" in printed
 
 
 def arguments(out, methods):
@@ -197,7 +199,7 @@ def test_a_method_that_ends_the_process_costs_its_own_row_alone(tmp_path):
         runs.append(methods)
         if "quack" in methods:
             write_states(out, bound="measured", ours="measured", quack="started")
-            return "the process ended with code -11"
+            return EarlyEnd("the process ended with code -11")
         write_states(out, bound="timed", ours="timed", liger="failed")
         return None
 
@@ -219,7 +221,9 @@ def test_a_crash_while_times_are_taken_costs_one_row(tmp_path):
         runs.append(methods)
         code = CRASH_IN_TIMING.format(folder=folder, out=str(out), methods=methods)
         done = subprocess.run([sys.executable, "-c", code], timeout=120)
-        return None if done.returncode == 0 else f"the process ended with code {done.returncode}"
+        if done.returncode == 0:
+            return None
+        return EarlyEnd(f"the process ended with code {done.returncode}")
 
     all_peers.measure_shape_apart("tiny", args, run)
     assert runs == [["bound", "ours", "torch"], ["bound", "ours"]]
@@ -256,7 +260,7 @@ def test_a_method_that_breaks_the_gpu_is_not_tried_again(tmp_path):
         runs.append(methods)
         if "quack" in methods:
             write_states(out, bound="measured", quack="failed")
-            return "it left the GPU unusable"
+            return EarlyEnd("it left the GPU unusable")
         write_states(out, bound="timed", liger="timed")
         return None
 
@@ -266,6 +270,87 @@ def test_a_method_that_breaks_the_gpu_is_not_tried_again(tmp_path):
     assert {row["state"] for row in rows.values()} == {"timed", "failed"}
 
 
+def time_out_in(out, method, clock, whole_after):
+    """A `run` whose methods take 300 s; the last line is of `method`, whose turn began at `clock`.
+
+    With `whole_after` methods or fewer there is time for all of them."""
+    runs = []
+
+    def run(shape, methods, args):
+        runs.append(methods)
+        if len(methods) <= whole_after:
+            write_states(out, **dict.fromkeys(methods, "timed"))
+            return None
+        row = {**all_peers.unmeasured_row("tiny", method), "error_hidden": 1e-3}
+        write_states(out, **dict.fromkeys(methods, "measured"))
+        all_peers.append_line(out, {**row, "state": "timing", "clock": clock})
+        return EarlyEnd("no result within 300 s", seconds=300)
+
+    return run, runs
+
+
+def test_a_limit_that_is_too_short_for_all_blames_nobody(tmp_path):
+    """Whoever was timed when the time was over took no longer than the others."""
+    out = tmp_path / "peers.jsonl"
+    run, runs = time_out_in(out, "ours", clock=298, whole_after=2)
+    all_peers.measure_shape_apart("tiny", arguments(out, ["ours", "torch"]), run)
+    assert runs == [["bound", "ours", "torch"]]
+    rows = all_peers.read_lines(out, 0)
+    assert {row["failed"] for row in rows.values()} == {
+        "not timed: all methods together took 300 s; raise --limit"
+    }
+    assert rows["tiny", "ours"]["error_hidden"] == 1e-3
+
+
+def test_a_method_that_hangs_while_it_is_timed_costs_its_own_row(tmp_path):
+    out = tmp_path / "peers.jsonl"
+    run, runs = time_out_in(out, "ours", clock=120, whole_after=2)
+    all_peers.measure_shape_apart("tiny", arguments(out, ["ours", "torch"]), run)
+    assert runs == [["bound", "ours", "torch"], ["bound", "torch"]]
+    rows = all_peers.read_lines(out, 0)
+    assert rows["tiny", "ours"]["failed"] == "no result within 300 s"
+    assert rows["tiny", "torch"]["state"] == "timed"
+
+
+def test_methods_are_timed_as_often_as_the_limit_allows(tmp_path, monkeypatch):
+    """At a limit that is near after the first of fifty repeats, and then a few of them."""
+    out = tmp_path / "peers.jsonl"
+    args = dataclasses.replace(arguments(out, ["ours"]), repeats=50, limit=2.0)
+    began = []
+
+    def slow_turns(problem, order, *arguments, measure_times=all_peers.measure_times):
+        began.append(time.monotonic())
+        time.sleep(0.6)
+        measure_times(problem, order, *arguments)
+
+    monkeypatch.setattr(all_peers, "measure_times", slow_turns)
+    monkeypatch.setattr(all_peers, "SHARE_TO_BEGIN", 100)  # however slow this machine is
+    assert all_peers.measure_shape("tiny", args) == 0
+    rows = all_peers.read_lines(out, 0)
+    for method in ("bound", "ours"):
+        assert rows["tiny", method]["state"] == "timed"
+        assert rows["tiny", method]["timings"] == len(began) // 2 < 50
+
+
+def test_a_loss_that_learns_masked_labels_has_an_error(tmp_path, monkeypatch):
+    """Which it has nowhere else: without masked labels it is right."""
+
+    def wrong(hidden, weight, labels, label_smoothing=0.0, softcap=None):
+        return dense(hidden, weight, labels.clamp(min=0), label_smoothing, softcap)
+
+    wrong_contender = all_peers.Contender("wrong", wrong)
+    monkeypatch.setitem(all_peers.CONTENDERS, "torch", wrong_contender)
+    out = tmp_path / "peers.jsonl"
+    assert all_peers.measure_shape("tiny", arguments(out, ["ours", "torch"])) == 0
+    rows = all_peers.read_lines(out, 0)
+    assert rows["tiny", "torch"]["error_hidden"] < EXACT
+    assert rows["tiny", "torch"]["masked_error"] > 0.1
+    assert rows["tiny", "ours"]["masked_error"] < EXACT
+    assert f"{rows['tiny', 'torch']['masked_error']:.1e}" in all_peers.format_table(
+        "tiny", [*rows.values()]
+    )
+
+
 def test_a_process_that_ends_without_a_culprit_is_not_started_again(tmp_path):
     out = tmp_path / "peers.jsonl"
     runs = []
@@ -273,7 +358,7 @@ def test_a_process_that_ends_without_a_culprit_is_not_started_again(tmp_path):
     def run(shape, methods, args):
         runs.append(methods)
         write_states(out, bound="measured")
-        return "no result within 300 s"
+        return EarlyEnd("no result within 300 s", seconds=300)
 
     all_peers.measure_shape_apart("tiny", arguments(out, ["ours"]), run)
     assert len(runs) == 1
