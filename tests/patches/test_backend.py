@@ -1,12 +1,17 @@
 """`backend: open-instruct`: what it refuses, and what it hands to finetune.py."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
-from sweep_tools import PROJECT
+from sweep_tools import PROJECT, wait_for
 
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
@@ -63,10 +68,11 @@ def test_alpacas_rows_are_named_which_only_the_trainer_reads(tmp_path):
     assert f"train.train_file: {path}, row 1: finetune.py reads rows with `messages`" in problem
 
 
-def planned_run(folder: Path) -> Run:
+def planned_run(folder: Path, processes: int = 1) -> Run:
     """A run of this backend, whose folder is there."""
     train = {"model_name_or_path": "absent/model", "train_file": "absent.jsonl"}
     sweep = {"name": "tiny", "output_root": "out", "backend": "open-instruct", "train": train}
+    sweep["world"] = {"processes_per_node": processes}
     file = folder / "sweep.yaml"
     file.write_text(yaml.safe_dump(sweep))
     plan = plan_sweep(file, [])
@@ -130,6 +136,50 @@ def test_deepspeed_files_that_clip_implicitly_are_refused(tmp_path, limit):
     (problem,) = open_instruct_backend.clipping_problems(some_options(), distributed)
     assert str(path) in problem
     assert "expected a number" in problem
+
+
+# finetune.py from the signals' point of view: it looks for the stop file alone.
+SCRIPT_THAT_WAITS = """
+import os, pathlib, sys, time, yaml
+
+arguments = yaml.safe_load(pathlib.Path(sys.argv[1]).read_text())
+pathlib.Path(sys.argv[1]).with_name("rank" + os.environ.get("RANK", "0")).touch()
+while not os.path.exists(arguments["stop_file"]):
+    time.sleep(0.1)
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_to_a_runs_process_reaches_finetune_as_the_stop_file(
+    tmp_path, monkeypatch, processes, number
+):
+    """Sent to all processes of the command: so does a terminal with INT, and Slurm with TERM."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "open_instruct" / "finetune.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT_THAT_WAITS)
+    run = planned_run(tmp_path, processes)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sweeps", "train", str(run.path.absolute())],
+        env={**os.environ, "OPEN_INSTRUCT_DIR": str(tmp_path)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for(lambda: len(list(run.path.glob("rank*"))) == processes, 60)
+        children = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, number)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 75, output
+    assert f"{number.name}: finetune.py saves after its present update and leaves" in output
+    assert not any(child.is_running() for child in children)
+    assert not run.stop_file.exists()  # which would stop the next attempt too
 
 
 def test_of_a_repeated_step_the_last_row_is_kept(tmp_path):

@@ -1,7 +1,8 @@
 """How the program of a stage ended, told from its exit code and from what it has printed.
 
-torchrun exits with 1 whatever became of its ranks, and prints their exit codes. A run on several
-nodes has a torchrun on each, and an srun above them, which exits with the highest code of all.
+torchrun exits with 75 where its ranks have stopped (`sweeps.training.torchrun_agent`), and with 1
+where they have failed or were killed, after a table of their exit codes. A run on several nodes has
+a torchrun on each, and an srun above them, which exits with the highest code of all.
 """
 
 import re

@@ -93,7 +93,8 @@ class Backend(Protocol[Options]):
                            `loss`; if known `tokens_per_second`, and `held_out_loss`, of which the
                            last counts for `select_on`.
         `run.stop_file`    asks for an end while it exists: save, and leave by `SystemExit(75)`.
-                           TERM means the same, and comes at the end of a job alone.
+                           TERM means the same: it comes at the end of a job, and from whoever
+                           ends the process by hand. Of several ranks all get it.
 
         It may go on to score, by `scoring.here`, what it has trained, if it was not asked to stop.
         """

@@ -3,10 +3,14 @@
 The environment variable OPEN_INSTRUCT_DIR names the checkout, which `patches/apply.sh` patches.
 """
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import yaml
@@ -149,7 +153,7 @@ def train(run: Run) -> None:
     """Run finetune.py on this machine's processes; its Monitor writes metrics.jsonl.
 
     Raises SystemExit with finetune.py's exit code if it fails, and with 75 once it has saved
-    because the stop file appeared.
+    because the stop file appeared, or a signal came.
     """
     distributed = run.config().world
     checkout = Path(os.environ[CHECKOUT]).absolute()
@@ -158,19 +162,19 @@ def train(run: Run) -> None:
     # The file may have changes of the user's own, so that the log says which one has run.
     digest = sha256(checkout / "open_instruct" / "finetune.py")
     print(f"checkout: {checkout}, finetune.py {digest}", flush=True)
-    torchrun.block_sigterm()
     if distributed.single_process:
         command = [sys.executable, "-m", "open_instruct.finetune", str(arguments_file)]
     else:
         command = torchrun.torchrun_command(
             distributed, "open_instruct.finetune", str(arguments_file)
         )
-    finished = subprocess.run(
-        command,
-        env=finetune_environment(run, checkout),
-        check=False,
-        preexec_fn=processes.end_with_parent,
-    )
+    with stop_file_on_signals(run.stop_file):
+        finished = subprocess.run(
+            command,
+            env=finetune_environment(run, checkout),
+            check=False,
+            preexec_fn=follow_parent,
+        )
     keep_last_rows(run)
     if finished.returncode < 0:  # by a signal, which a shell reports as 128 + its number
         raise SystemExit(128 - finished.returncode)
@@ -180,6 +184,41 @@ def train(run: Run) -> None:
         raise SystemExit(Outcome.STOPPED.value)
     # finetune.py's output_dir, which at the end holds the model instead of checkpoints.
     replace_folder(run.checkpoints, run.model)
+
+
+@contextlib.contextmanager
+def stop_file_on_signals(stop_file: Path) -> Iterator[None]:
+    """Within it TERM and Ctrl-C make the stop file, which is all that finetune.py listens to.
+
+    Afterwards a file that was made so is deleted, because it would stop the next attempt too.
+    """
+    was_made = False
+
+    def make_stop_file(number: int, frame: FrameType | None) -> None:
+        nonlocal was_made
+        if not stop_file.exists():
+            was_made = True
+            stop_file.touch()
+        name = signal.Signals(number).name
+        # No print: the signal may have come in the middle of one.
+        os.write(1, f"{name}: finetune.py saves after its present update and leaves\n".encode())
+
+    previous = {
+        number: signal.signal(number, make_stop_file) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if was_made:
+            stop_file.unlink(missing_ok=True)
+
+
+def follow_parent() -> None:
+    """Let a new process end with this one, and leave to this one what signals ask for."""
+    processes.end_with_parent()
+    torchrun.block_stop_signals()
 
 
 def finetune_arguments(run: Run) -> dict[str, Any]:

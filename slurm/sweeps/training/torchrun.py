@@ -1,8 +1,8 @@
 """The processes of a run that has several: torchrun, and ranks that end when it does.
 
-A run on several nodes has a torchrun on each. `sweeps.launch.worker` starts them by one srun, and
-they meet on the first node. `python -m sweeps.training.torchrun MODULE ARGUMENTS…` is one rank,
-which runs a module.
+`sweeps.training.torchrun_agent` is torchrun, as the process above the ranks. A run on several nodes
+has one on each: `sweeps.launch.worker` starts them by one srun, and they meet on the first node.
+`python -m sweeps.training.torchrun MODULE ARGUMENTS…` is one rank, which runs a module.
 """
 
 import atexit
@@ -18,19 +18,19 @@ from sweeps.runs.processes import end_with_parent, node_number, run_checked
 from sweeps.runs.run import Run
 from sweeps.runs.schema import DistributedConfig
 
-TORCHRUN = "torch.distributed.run"
+AGENT = "sweeps.training.torchrun_agent"  # the module that is torchrun
 # The ports at which nodes meet, below those that Linux gives to outgoing connections.
 MEETING_PORTS = range(10_000, 32_000)
 MEETING_SECONDS = 600  # that a node waits for the others, whose file systems may be slow
 
 
-def block_sigterm() -> None:
-    """Keep TERM from this process and from those that it starts.
+def block_stop_signals() -> None:
+    """Keep TERM and Ctrl-C from acting on this process and on those that it starts.
 
-    Slurm sends TERM to all processes of a job at once, and torchrun would kill its ranks while they
-    save because of the stop file.
+    Slurm sends TERM to all processes of a job at once, and a terminal sends INT to all that belong
+    to a command. Each of them would end at once, and ranks may be saving.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
 def exec_torchrun(run: Run) -> None:
@@ -42,7 +42,7 @@ def exec_torchrun(run: Run) -> None:
     command = torchrun_command(distributed, "sweeps", "train", str(run.path.absolute()))
     # An element of a job hears USR2, and tells the ranks by the stop file.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    block_sigterm()
+    block_stop_signals()
     os.execv(command[0], command)
 
 
@@ -51,7 +51,7 @@ def torchrun_command(distributed: DistributedConfig, module: str, *arguments: st
     return [
         sys.executable,
         "-m",
-        TORCHRUN,
+        AGENT,
         *meeting_arguments(distributed),
         f"--nproc-per-node={distributed.processes_per_node}",
         "-m",
@@ -109,10 +109,10 @@ def run_rank(module: str, arguments: list[str]) -> None:
     """
     end_with_parent()
     parent_command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    if TORCHRUN.encode() not in parent_command:
+    if AGENT.encode() not in parent_command:
         sys.exit("torchrun was gone before this rank began")
-    if module == "sweeps":  # Its trainer saves on TERM; finetune.py would just end.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if module == "sweeps":  # Its trainers save on a signal; finetune.py would just end.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
     sys.argv = [module, *arguments]
     exit_code = 0
     try:
