@@ -53,7 +53,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        inputs: Inputs,  # the call, these three among the rest; autograd looks at arguments alone
+        inputs: Inputs,  # has the three as well, but autograd sees only tensors that are arguments
         needs: Needs,
     ) -> tuple[Tensor | None, ...]:
         options = inputs.options
@@ -62,8 +62,8 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.gradients_are_made = options.reduction != "none" and not options.return_lse
         if ctx.gradients_are_made:
-            upstream_loss = loss_scale.expand(inputs.labels.shape) if any(needs) else None
-            output, gradients = _Walk(inputs, needs, upstream_loss).run()
+            upstream = loss_scale.expand(inputs.labels.shape) if any(needs) else None
+            output, gradients = _Walk(inputs, needs, upstream).run()
             ctx.dtypes = _leaf_dtypes(inputs)
             ctx.save_for_backward(*gradients)
         else:
@@ -114,13 +114,12 @@ def _walk_again(ctx: Any, upstream_loss: Tensor | None, upstream_lse: Tensor | N
     than one factor: each token's loss has its own, or the log-sum-exps have one too."""
     *tensors, loss_scale = ctx.saved_tensors
     inputs = InputTensors(*tensors).with_options(ctx.options, ctx.shard)
-    if upstream_loss is None:
-        upstream_loss = torch.zeros_like(loss_scale)
-    else:
-        upstream_loss = upstream_loss * loss_scale
-    upstream_loss = upstream_loss.expand(inputs.labels.shape)
-    with torch.autocast(upstream_loss.device.type, enabled=False):
-        _, gradients = _Walk(inputs, ctx.needs, upstream_loss, upstream_lse).run()
+    upstream = torch.zeros_like(loss_scale)
+    if upstream_loss is not None:
+        upstream = upstream_loss * loss_scale
+    upstream = upstream.expand(inputs.labels.shape)
+    with torch.autocast(upstream.device.type, enabled=False):
+        _, gradients = _Walk(inputs, ctx.needs, upstream, upstream_lse).run()
     hidden_dtype, weight_dtype, bias_dtype = _leaf_dtypes(inputs)
     return Gradients(
         hidden=None if gradients.hidden is None else gradients.hidden.to(hidden_dtype),
@@ -153,12 +152,14 @@ class _Walk:
         self,
         inputs: Inputs,
         needs: Needs,
-        upstream_loss: Tensor | None = None,  # (N,); None: no gradient is made
-        upstream_lse: Tensor | None = None,  # (N,), which comes on top
+        # (N,) the upstream gradient of each token's loss, times the reduction's scale; None: no
+        # gradient is made
+        upstream: Tensor | None = None,
+        upstream_lse: Tensor | None = None,  # (N,), that of each token's log-sum-exp, or None
     ) -> None:
         self.inputs = inputs
         self.smoothing = inputs.options.label_smoothing
-        self.upstream_loss = upstream_loss
+        self.upstream = upstream
         self.upstream_lse = upstream_lse
         self.dtype = accumulation_dtype(inputs.hidden.dtype)
         self.bias = None if inputs.bias is None else inputs.bias.to(self.dtype)
@@ -185,10 +186,10 @@ class _Walk:
             sums_here, probabilities = self._softmax(chunk, logits)
             sums = merge_shards(sums_here, inputs.shard)
             self._write_output(tokens, sums)
-            if self.upstream_loss is not None:
+            if self.upstream is not None:
                 if inputs.shard is not None:  # make the softmax over this rank's that over all
                     probabilities.mul_((sums_here.lse - sums.lse).exp_()[:, None])
-                self._add_gradients(chunk, probabilities, cap_slope, sums.lse, self.upstream_loss)
+                self._add_gradients(chunk, probabilities, cap_slope, sums.lse, self.upstream)
         if self.linear_smoothing is not None:
             self.linear_smoothing.add_to(self.gradients, self.smoothing)
         all_reduce_gradient(self.gradients.hidden, inputs.shard)
@@ -211,7 +212,7 @@ class _Walk:
         )
 
     def _zero_gradients(self, needs: Needs) -> Gradients:
-        if self.upstream_loss is None:
+        if self.upstream is None:
             return Gradients()
         hidden = self.inputs.hidden
         weight = self.inputs.weight
@@ -244,7 +245,7 @@ class _Walk:
             return buffer, None
         cap_slope = None
         buffer.div_(softcap).tanh_()
-        if self.upstream_loss is not None:
+        if self.upstream is not None:
             cap_slope = 1 - buffer * buffer
         return buffer.mul_(softcap), cap_slope
 
@@ -308,28 +309,29 @@ class _Walk:
         probabilities: Tensor,  # (n, V) over the whole vocabulary, of this rank's entries
         cap_slope: Tensor | None,  # (n, V)
         lse: Tensor,  # (n,) over the whole vocabulary
-        upstream_loss: Tensor,  # (N,)
+        upstream: Tensor,  # (N,)
     ) -> None:
         """Add what these tokens have in the gradients.
 
-        Token i's upstream gradient g_i enters in one place of two. Where all terms of its row of
-        the gradient of products have it, it multiplies what the row's own products are: D numbers
-        instead of V. Where the log-sum-exps have an upstream gradient too, the row has a term
-        without g_i, so that g_i must be in the row's other terms.
+        Both matrix products take a row of V numbers for each token (`_gradient_rows`) and operands
+        of D numbers. Without an upstream gradient of the log-sum-exps, a token's upstream gradient
+        g_i is a common factor of its row. Then the operands are multiplied by it, since these are
+        shorter, and the row is made with 1 in its place. With one the row is the sum of a term with
+        g_i and a term without it, so that g_i has to be in the row, and the operands' factor is 1.
         """
-        upstream = upstream_loss[chunk.tokens, None].to(self.dtype)
+        g = upstream[chunk.tokens, None].to(self.dtype)
         if self.inputs.token_weights is not None:
-            upstream = upstream * self.inputs.token_weights[chunk.tokens, None]
+            g = g * self.inputs.token_weights[chunk.tokens, None]
         if self.upstream_lse is None:
-            factor_in_rows = torch.ones_like(upstream)
-            factor_of_products = upstream
+            row_factor = torch.ones_like(g)
+            operand_factor = g
         else:
-            factor_in_rows = upstream
-            factor_of_products = torch.ones_like(upstream)
-        rows = self._gradient_rows(chunk, probabilities, cap_slope, lse, factor_in_rows)
-        self._add_products(chunk, rows, factor_in_rows, factor_of_products)
+            row_factor = g
+            operand_factor = torch.ones_like(g)
+        rows = self._gradient_rows(chunk, probabilities, cap_slope, lse, row_factor)
+        self._add_products(chunk, rows, row_factor, operand_factor)
         if self.linear_smoothing is not None:
-            self.linear_smoothing.add_tokens(chunk.hidden, upstream)
+            self.linear_smoothing.add_tokens(chunk.hidden, g)
 
     def _gradient_rows(
         self,
@@ -337,26 +339,29 @@ class _Walk:
         probabilities: Tensor,  # (n, V)
         cap_slope: Tensor | None,  # (n, V)
         lse: Tensor,  # (n,)
-        factor: Tensor,  # (n, 1): g_i, or 1 where what the rows are multiplied with has it
+        row_factor: Tensor,  # (n, 1): g_i, or 1 where the operands are multiplied by it
     ) -> Tensor:  # (n, V)
-        """The gradient of the products E_i · C_v, in the probabilities' memory. The linear
-        smoothing term is left to `_add_products`."""
+        """The gradient of what the cap takes, logit_scale · E_i · C_v + b_v, in the probabilities'
+        memory.
+
+        Unlike the S of smoothce.triton it lacks the logit scale, which is in `chunk.hidden`, and a
+        linear smoothing term, which `_add_products` and `_LinearSmoothing` add."""
         rows = probabilities
         z_loss = self.inputs.options.z_loss
         z_loss_factor = 1 + 2 * z_loss * lse[:, None]
         if self.upstream_lse is not None:
             upstream_lse = self.upstream_lse[chunk.tokens, None]
-            rows.mul_(factor * z_loss_factor + upstream_lse)
+            rows.mul_(row_factor * z_loss_factor + upstream_lse)
         elif z_loss != 0:
             rows.mul_(z_loss_factor)
-        at_label = factor * (self.smoothing - 1) * chunk.has_label
+        at_label = row_factor * (self.smoothing - 1) * chunk.has_label
         rows.scatter_add_(1, chunk.label_rows, at_label)
         if self.smoothing != 0 and self.linear_smoothing is None:
             if self.smoothing_target is None:
                 uniform_smoothing = self.smoothing * (1 / self.inputs.vocabulary)
-                rows.sub_(factor * uniform_smoothing)
+                rows.sub_(row_factor * uniform_smoothing)
             else:
-                rows.sub_(factor * (self.smoothing * self.smoothing_target))
+                rows.sub_(row_factor * (self.smoothing * self.smoothing_target))
         if cap_slope is not None:
             rows.mul_(cap_slope)
         return rows
@@ -365,9 +370,10 @@ class _Walk:
         self,
         chunk: _Chunk,
         gradient_rows: Tensor,  # (n, V)
-        factor_in_rows: Tensor,  # (n, 1) what they have been multiplied by
-        factor_of_products: Tensor,  # (n, 1) what is still to be multiplied by
+        row_factor: Tensor,  # (n, 1) the factor that is in them
+        operand_factor: Tensor,  # (n, 1) the factor that is to come
     ) -> None:
+        """Add the products of the gradient rows with the classifier and with hidden states."""
         gradients = self.gradients
         if gradients.hidden is not None:
             products = torch.zeros_like(chunk.hidden)
@@ -375,13 +381,13 @@ class _Walk:
                 products.addmm_(gradient_rows[:, entries], widened)
             if self.linear_smoothing is not None:
                 mean_weight = self.linear_smoothing.mean_weight
-                products.sub_(factor_in_rows * mean_weight, alpha=self.smoothing)
-            products.mul_(factor_of_products * self.inputs.logit_scale)
+                products.sub_(row_factor * mean_weight, alpha=self.smoothing)
+            products.mul_(operand_factor * self.inputs.logit_scale)
             gradients.hidden[chunk.tokens] = products
         if gradients.weight is not None:
-            gradients.weight.addmm_(gradient_rows.T, chunk.hidden * factor_of_products)
+            gradients.weight.addmm_(gradient_rows.T, chunk.hidden * operand_factor)
         if gradients.bias is not None:
-            gradients.bias.addmv_(gradient_rows.T, factor_of_products.squeeze(1))
+            gradients.bias.addmv_(gradient_rows.T, operand_factor.squeeze(1))
 
 
 class _LinearSmoothing:

@@ -134,10 +134,11 @@ def linear_cross_entropy(
 
     An ignored token counts for nothing, whatever its hidden state holds, NaN included.
 
-    The loss is fp32 (fp64 for fp64 inputs), and each gradient has its input's dtype. Under autocast
-    the inputs are cast as for `F.linear`. Only `impl="reference"` has second derivatives; elsewhere
-    they raise RuntimeError. One case does not: in a graph that `torch.compile` makes before torch
-    2.13 they lack the loss's part, in silence.
+    Hidden states are fp16, bf16, fp32 or fp64. The loss is fp32 (fp64 for fp64 hidden states), and
+    each gradient has its input's dtype. `smoothing_target` and `token_weights` are rounded to fp32
+    in any case. Under autocast the inputs are cast as for `F.linear`. Only `impl="reference"` has
+    second derivatives; elsewhere they raise RuntimeError. One case does not: in a graph that
+    `torch.compile` makes before torch 2.13 they lack the loss's part, in silence.
 
     With `return_lse` or `return_statistics` a tuple is returned: the loss; then lse_i, which is
     differentiable and 0 for ignored tokens; then each token's `TokenStatistics`, which come from
@@ -146,12 +147,13 @@ def linear_cross_entropy(
     How it is computed is up to
 
     - `impl`: "auto", "reference", "chunked" or "triton". `explain` tells what a call takes.
-    - `workspace`: bytes of memory for the Triton kernels. They make the gradients of a loss that is
-      reduced, or whose classifier is frozen, during the forward: for some of the N tokens at a
-      time, whose probabilities the workspace holds. That takes three matrix products of this
-      shape, or two where only one gradient is wanted. With 0 all logits are computed twice instead.
-      With few = max(D, 2048), of which the probabilities take as much as the classifier's gradient
-      or more, "auto" is
+    - `workspace`: bytes of memory for the exact gradient of the Triton kernels; the other
+      implementations and the filter ignore it. If the loss is reduced, or the classifier frozen,
+      the kernels make the gradients during the forward: for some of the N tokens at a time, whose
+      probabilities the workspace holds. That takes three matrix products of this shape, or two
+      where only one gradient is wanted. With 0 all logits are computed twice instead. "auto" is as
+      follows, with few = max(D, 2048) tokens. (Their probabilities take at least the bytes of the
+      classifier's gradient.)
 
           where                        tokens at a time    the classifier's gradient is summed
           the classifier is frozen     2048
@@ -159,18 +161,26 @@ def linear_cross_entropy(
           few < N / 4 ≤ 3 · few        N / 4               in the inputs' dtype, in 4 parts
           3 · few < N / 4              few                 in fp32
 
+      A number is an upper bound for the probabilities. If it cuts the tokens into more than 8
+      parts, the fp32 sums of the classifier's gradient (16-bit inputs have them) must fit in as
+      well. A number that is too small for min(N, 512) tokens counts as 0, without a warning:
+      `explain` says so, and which number is enough. "auto" does not look at how much memory is
+      free. Where the GPU has too little, PyTorch raises OutOfMemoryError: give `workspace=0`.
+
     - `filter_eps`: None for the exact gradient. A number lets the Triton kernels leave out small
-      parts of it, which is faster. The classifier's rows are cut into blocks of 256 entries. Where
-      the 2-norm of a token's probabilities in a block is below `filter_eps`, the block is computed
-      with probability norm / filter_eps and weighted accordingly, so that the gradient is right in
-      the mean; otherwise a model of the block stands in. "auto" is
+      parts of it, which is faster. The classifier's rows are cut into blocks of 256 entries, or 128
+      in fp32. Where the 2-norm of a token's probabilities in a block is below `filter_eps`, the
+      block is computed with probability norm / filter_eps and weighted accordingly, so that the
+      gradient is right in the mean; otherwise a model of the block stands in. "auto" is
 
           2^-8.3 (256000 / V)^¼, or None where a rank has fewer than 8192 of the V entries.
 
       A step's gradient is then off by 1.4e-2 (hidden) and 1.5e-2 (weight) on inputs like a language
-      model's (kernel/RESULTS.md), and sums are taken in an order that depends on timing. Whatever
-      `filter_eps` is, the gradient is exact under `torch.use_deterministic_algorithms(True)`, in
-      fp16, with `return_lse`, and where the bias wants a gradient.
+      model's (kernel/RESULTS.md), and sums are taken in an order that depends on timing. Under a
+      softcap the filtered gradient is biased, so that its error does not average out over steps:
+      with a cap of 30 and β = 0.1 a step's is off by 2.5e-2 (hidden). Whatever `filter_eps` is, the
+      gradient is exact under `torch.use_deterministic_algorithms(True)`, in fp16, with
+      `return_lse`, and where the bias wants a gradient.
     - `process_group`: its ranks share the vocabulary. Each has a part of the classifier's rows, in
       the order of ranks: as a plain tensor, of equally many rows on each rank, or as a DTensor of
       `Shard(0)`, whose last ranks may have fewer rows, but one at least. `bias` and

@@ -34,19 +34,48 @@ class Options:
       see, `LinearCrossEntropy` and the operator that `torch.compile` sees follow from these.
     - What it means: the docstring of `linear_cross_entropy`, and `reference`, the definition that
       tests compare with.
-    - How it is computed, where it changes the loss:
+    - How it is computed, where it changes the loss of given logits, as `z_loss` does:
 
+          reference                 `loss`
           chunked                   `_write_output` (the loss), `_gradient_rows`
           triton.forward            `losses_kernel` (the loss)
-          triton.tokens             `Coefficients`, of a token's softmax and of its smoothed label
-          triton.dlogits            `store_dlogits`, `finish_hidden_kernel`
-          triton.grad_in_forward    `weigh_kernel`, `SmoothingTerm`
-          triton.filter_kernels     `tile_gradients`
+          triton.tokens             `Coefficients`, `coefficients_kernel`
+          triton.filtered           `upstream_gradient`, which takes the lift out of them
+          triton.filter_kernels     `tile_gradients` (of listed pairs), `block_sums_kernel` and
+                                    `filtered_hidden_kernel` (of dropped ones)
 
-      The gradient's equations at the head of `dlogits`, `grad_in_forward` and `filtered` have two
-      coefficients a token; an option that needs a third changes all of these. One that gives each
-      token a factor of its own ends the shortcut of `filtered.upstream_gradient`. What a gradient
-      takes of the forward, such as each token's loss, becomes a field of `tokens.PackedTokens`.
+      The gradient's equations at the head of `tokens.Coefficients`, `grad_in_forward` and
+      `filtered` have two coefficients a token; an option that needs a third changes all of these,
+      and `dproduct`. One that gives each token a factor of its own ends the shortcut of
+      `filtered.upstream_gradient`. What a gradient takes of the forward, such as each token's loss,
+      becomes a field of `tokens.PackedTokens`.
+    - Where it changes the smoothing term, as `smoothing_target` does:
+
+          reference                 `_smoothing_logit`
+          chunked                   `_smoothing_logit`, `_LinearSmoothing`, `_gradient_rows`
+          triton.forward            `block_smoothing_logit`, `run_forward`
+          triton.tokens             `smoothing_factor`, `uniform_smoothing`
+          triton.dproduct           `store_dproduct`, `finish_hidden_kernel`
+          triton.grad_in_forward    `SmoothingRows`, `weigh_kernel`
+          triton.filter_kernels     `tile_gradients`, `share_item`, `filtered_hidden_kernel`
+
+    - Where it changes the logits, as `softcap` and `logit_scale` do. Those which ask whether there
+      is a softcap do so because logits are then no longer linear in the hidden states:
+
+          reference                 `logits`
+          chunked                   `_logits`, `_chunk`, `_add_products`, `_Walk`
+          token_statistics          `token_statistics`, which makes a temperature of them
+          triton.tiles              `base2_logits`, `slope`
+          triton.tokens             `gather_kernel` (the label's logit)
+          triton.forward            `walk_vocabulary` (whether logits are scaled products)
+          triton.plan               `reason_to_recompute`, `describe_filter`
+          triton.dproduct           `store_dproduct`, `finish_hidden_kernel`
+          triton.grad_in_forward    `products_take_probabilities`, `add_from_dproduct`,
+                                    `weigh_kernel`, `write_factors`
+          triton.recompute_backward `add_super_block` (the bias's gradient)
+          triton.filtered           `_block_sums`, `_allocate_queue_memory`, `_write_hidden`
+          triton.filter_kernels     `tile_gradients`, `tile_item`, `share_item`
+
     - Whether it changes which gradients the forward can make: `plan_for` and `threshold` of
       `triton.plan`, `ctx.gradients_are_made` of `chunked`, `OperatorCall.step` of
       `compile_operator`.
@@ -54,7 +83,9 @@ class Options:
       `PatchSettings` of `hf_patch.settings`. If it changes what a model is trained on, it counts in
       `LossSettings.smooths`, and `hf_patch.head_forward` and `integrations.automodel` leave it out
       of the loss that evaluation reports. Each module of `integrations` names the options it takes.
-    - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`.
+    - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`, which
+      drops no block; tests/kernel/test_reference.py, which holds the definition against PyTorch;
+      and `test_unbiased_filter_is_right_in_the_mean` of tests/kernel/triton/test_filter.py.
     """
 
     label_smoothing: float = 0.0
@@ -263,7 +294,7 @@ class Inputs(NamedTuple):
     @property
     def vocabulary(self) -> int:
         """Entries of the whole vocabulary."""
-        return len(self.weight) if self.shard is None else self.shard.total
+        return len(self.weight) if self.shard is None else self.shard.entries
 
     @property
     def most_rows(self) -> int:
@@ -292,8 +323,8 @@ class Inputs(NamedTuple):
         valid = self.valid()
         if self.token_weights is None:
             return valid.sum().clamp(min=1).to(dtype).reciprocal()
-        total = torch.where(valid, self.token_weights, 0).sum().to(dtype)
-        return torch.where(total > 0, 1 / total, 0)
+        weight_sum = torch.where(valid, self.token_weights, 0).sum().to(dtype)
+        return torch.where(weight_sum > 0, 1 / weight_sum, 0)
 
 
 class TokenStatistics(NamedTuple):
@@ -321,8 +352,29 @@ class LossOutput(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What logits, losses and sums of inputs of this dtype are in: fp32, or fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
+    """What logits, losses and sums of inputs of this dtype are in: fp32, or fp64 for fp64.
+
+    Where a new dtype of inputs goes:
+
+    - Whether it is taken: `DTYPES` of `checks`, and `unsupported` of `triton`, where what the
+      kernels do not serve goes to `chunked`.
+    - Its exponents: `lacks_gradient_range` here; `SAVED_POWERS` of `triton.plan` and
+      `LEAST_PROBABILITY` of `triton.dproduct`, which hold for fp32 and bf16.
+    - Its size: `tile_set` of `triton.tiles`, which has fp32 and 16 bits. `has_fp32_sums` of
+      `triton.plan`, `matmul_fp32` and `add_matmul_fp32` of `triton.dproduct`, `SmoothingRows` of
+      `triton.grad_in_forward` (two numbers make one of fp32), `ALIGNED_NUMBERS` of
+      `triton.recompute_backward` and `ALIGNED` of `triton.filter_kernels` know no other.
+    - Its tests: `FLOOR`, `HALF` and `wider` of `tests/helpers/loss_check.py`, and the lists of
+      dtypes in tests/kernel: test_chunked, test_dtypes, triton/test_gradients, triton/test_gpu and
+      triton/test_shared_memory.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def lacks_gradient_range(dtype: torch.dtype) -> bool:
+    """Whether gradients of this dtype underflow before a gradient scaler has multiplied the loss,
+    so that they must not be made before the backward."""
+    return dtype == torch.float16
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 class Shard(NamedTuple):
-    """Which entries of the vocabulary this rank has: those from `first_entry` on, of `total`.
+    """Which entries of the vocabulary this rank has: those from `first_entry` on, of `entries`.
 
     Every rank has `most_rows` of them, but for the last that have any, as `torch.chunk` cuts."""
 
     group: dist.ProcessGroup
     first_entry: int
-    total: int
+    entries: int
 
     @property
     def ranks(self) -> int:
@@ -29,12 +29,12 @@ class Shard(NamedTuple):
     @property
     def most_rows(self) -> int:
         """Rows of the rank that has most, the same number on every rank."""
-        return -(-self.total // self.ranks)
+        return -(-self.entries // self.ranks)
 
     @property
     def least_rows(self) -> int:
         """Rows of the rank that has least, the same number on every rank."""
-        return max(self.total - (self.ranks - 1) * self.most_rows, 0)
+        return max(self.entries - (self.ranks - 1) * self.most_rows, 0)
 
     def local_part(self, vector: Tensor | None, rows: int) -> Tensor | None:
         """This rank's part of a vector (V,) over the whole vocabulary.
@@ -56,7 +56,7 @@ def local_shard(weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Shard
         return _local_shard_of_dtensor(weight, group)
     rank = dist.get_rank(group)
     ranks = dist.get_world_size(group)
-    return weight, Shard(group, first_entry=rank * len(weight), total=ranks * len(weight))
+    return weight, Shard(group, first_entry=rank * len(weight), entries=ranks * len(weight))
 
 
 def _local_shard_of_dtensor(weight: Any, group: dist.ProcessGroup) -> tuple[Tensor, Shard]:
@@ -69,12 +69,12 @@ def _local_shard_of_dtensor(weight: Any, group: dist.ProcessGroup) -> tuple[Tens
             "weight must be split by rows over process_group, Shard(0) on a mesh of its "
             f"{ranks} ranks, not {tuple(placements)} over {weight.device_mesh.size()}"
         )
-    total = len(weight)
-    shard = Shard(group, first_entry=0, total=total)
+    entries = len(weight)
+    shard = Shard(group, first_entry=0, entries=entries)
     if shard.least_rows < 1:
         raise ValueError(
             "weight must have at least one row on each rank of process_group, "
-            f"not {total} rows over {ranks} ranks, {shard.most_rows} on the first"
+            f"not {entries} rows over {ranks} ranks, {shard.most_rows} on the first"
         )
     first_entry = dist.get_rank(group) * shard.most_rows
     return weight.to_local(), shard._replace(first_entry=first_entry)
@@ -92,7 +92,7 @@ def shards_agree(shard: Shard, labels: Tensor, rows: int) -> Tensor:  # () bool
     of_this_rank = torch.stack([start, start + rows, checksum])
     starts, ends, checksums = all_gather_stacked(of_this_rank, shard).unbind(1)
     previous_ends = torch.cat([ends.new_zeros(1), ends[:-1]])
-    one_vocabulary = (starts == previous_ends).all() & (ends[-1] == shard.total)
+    one_vocabulary = (starts == previous_ends).all() & (ends[-1] == shard.entries)
     return one_vocabulary & (checksums == checksums[0]).all()
 
 

@@ -5,26 +5,41 @@
     grad_in_forward     exact, from probabilities that the forward saves
     recompute_backward  exact, in little memory: logits are computed a second time
     filtered            blocks of large probabilities are computed and some others, drawn at random
-                        (filter_kernels, filter_plan)
+                        (`filter_plan` chooses them, `filter_kernels` computes them)
 
 All share the walk over the vocabulary (`forward`), the packing of valid tokens (`tokens`) and the
 tile shapes (`tiles`).
 
-How gradients are summed, and in which dtypes ("in" is the inputs'):
+E are the hidden states, C is the classifier, dE and dC are their gradients. `tokens.Coefficients`
+defines S, `grad_in_forward` p̃, and `filtered` m, W and H. Pieces of the N tokens and V entries are
 
-    S or p̃               in "in", in every way; `filtered` rounds m, W and H to it too
-    dE                   in fp32; each row is rounded to "in" once
-    dC, grad_in_forward  in "in", rounded after each of about 8 parts of the tokens at most (whole
-                         tiles may make a few more); or in fp32 over the parts and rounded once,
-                         where `plan` says so
-    dC, others           in fp32 within a super-block of tokens, rounded to "in" after each
+    tile         tokens by entries that a program works on at a time; a token tile is its tokens
+    block        of the vocabulary: the entries of a tile; what the filter computes or leaves out
+    group        of the forward: token tiles whose hidden states stay in the cache together
+    part         of the tokens: those whose probabilities the workspace holds (`grad_in_forward`)
+    super-block  of the tokens: those that the other two ways pack together
+    chunk        of the vocabulary: entries whose S is in memory at a time (`recompute_backward`);
+                 in smoothce.chunked: tokens whose logits are in memory at a time
+    slice        of D: the columns of a gradient's tile (`filter_kernels`)
+    step         of a loop: the tokens or blocks that one turn of it takes
+    share        of a block's dC: an item of the filter's queue, of one or more slices
+
+How gradients are summed, and in which dtypes:
+
+    S or p̃               in the input dtype, in every way; `filtered` rounds m, W and H to it too
+    dE                   in fp32; each row is rounded to the input dtype once
+    dC, grad_in_forward  in the input dtype, rounded after each of about 8 parts of the tokens at
+                         most (whole tiles may make a few more); or in fp32 over the parts and
+                         rounded once, where `plan` says so
+    dC, others           in fp32 within a super-block of tokens, rounded after each
     bias's gradient      in fp32, and so it is returned: autograd casts it to the bias's dtype
 
-"In fp32" holds where PyTorch has products of 16-bit factors in fp32 (`dlogits.MIXED`). An older one
-rounds each product to "in" before it is added.
+"In fp32" holds where PyTorch has products of 16-bit factors in fp32 (`dproduct.HAS_FP32_OUT`). An
+older one rounds each product to the input dtype before it is added.
 
 Gradients made in the forward are multiplied by the upstream factor in the backward and rounded a
-second time, unless that is 1. Where ranks share a vocabulary, dE is summed over them in "in".
+second time, unless that is 1. Where ranks share a vocabulary, dE is summed over them in the input
+dtype.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -54,8 +69,8 @@ State: TypeAlias = ForwardGradients | FilterState | RecomputeState | None
 def loss(inputs: Inputs) -> LossOutput:
     """The loss of `reference.loss`; gradients are filtered as `options.filter_eps` says.
 
-    Nothing waits for the device but the exact gradient, for the number of valid tokens alone: it is
-    counted before the forward's product, which keeps the device busy meanwhile."""
+    The host waits for the device once, where the exact gradient is wanted: for the number of valid
+    tokens, which is counted before the forward's product. That keeps the device busy meanwhile."""
     call = call_for(inputs)
     return LossOutput(*TritonLoss.apply(*call.inputs.tensors, CallSettings.of(call)))
 
@@ -104,23 +119,22 @@ class TritonLoss(torch.autograd.Function):
         tensors = InputTensors(hidden, weight, labels, bias, smoothing_target, token_weights)
         call = settings.call_with(tensors)
         with torch.cuda.device_of(hidden):
-            found = forward_all(call)
+            output = forward_all(call)
         ctx.settings = settings
-        ctx.state = found.state
-        ctx.save_for_backward(*tensors, found.loss_scale)
+        ctx.state = output.state
+        ctx.save_for_backward(*tensors, output.loss_scale)
         ctx.set_materialize_grads(False)
 
-        results = found.results
+        results = output.results
         token_statistics = (results.log_probability, results.entropy, results.argmax)
         without_gradient = [x for x in token_statistics if x is not None]
         if not settings.options.return_lse:
             without_gradient.append(results.lse)
         ctx.mark_non_differentiable(*without_gradient)
-        if settings.options.reduction == "none":
-            total = results.losses
-        else:
-            total = results.losses.sum() * found.loss_scale
-        return total, results.lse, *token_statistics
+        loss = results.losses
+        if settings.options.reduction != "none":
+            loss = loss.sum() * output.loss_scale
+        return loss, results.lse, *token_statistics
 
     @staticmethod
     @once_differentiable

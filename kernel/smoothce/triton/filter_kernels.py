@@ -5,7 +5,12 @@
 `filtered_hidden_kernel` add what the low-rank model puts in place of the others. The mathematics is
 in kernel/DERIVATION.md ("The filter", "The filter's backward"), and the names here are its symbols:
 S, P, q, W and H, a block j, a token i, a vocabulary entry v. The upstream gradient g_i comes in two
-factors, `largest` and ĝ_i = g_i / largest, the latter in `relative`; `lift` is 1 + 2ζ lse_i.
+factors, `common_factor` and ĝ_i = g_i / common_factor, the latter in `relative`; `lift` is
+1 + 2ζ lse_i.
+
+What these kernels hold of S (`tokens.Coefficients`) lacks the common factor, by which sums over
+tokens or entries are multiplied at their end. Without a softcap it lacks the smoothing term too,
+which is the same for all tokens: H and the uniform row below stand for it.
 
 The queue has two kinds of items. A *tile* is up to ROWS listed tokens of one block: it makes their
 S, leaves it in a ring, and adds S C to dE. A *share* of a block's dC is Sᵀ E over all tiles of the
@@ -13,11 +18,10 @@ block, for some slices of D. Programs take items in order by a ticket, and an it
 items before it, so the kernel cannot lock up however few of its programs run at a time. The ring is
 bounded.
 
-Each block's tiles have two rows after the listed tokens. The *profile's row* is the mean hidden
-state's, whose softmax within the block is q; the row holds q_v times the slope of the mean hidden
-state's logits, q_v f_v. The *uniform row* holds what the smoothing term of
-every token points to, u_v times the slope of the mean hidden state's logits. So q, W and H need no
-pass of their own over the classifier.
+Each block's tiles have two rows after the listed tokens. Both belong to the mean hidden state; f_v
+is the slope of its logits. The *profile's row* holds q_v f_v, where q is its softmax within the
+block. The *uniform row* holds u_v f_v, what the smoothing term of every token points to. So q, W
+and H need no pass of their own over the classifier.
 
 (Kernels take no Python types, so mypy lets functions without annotations pass in this file.)
 """
@@ -93,7 +97,7 @@ def tile_gradients(
     smoothing_factor, smoothing, scale, softcap,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """S of the rows of a tile, with f the slope ∂logit/∂product:
+    """S of the rows of a tile, as far as this module has it, with f the slope ∂logit/∂product:
 
     row < n_listed         a listed token: its S, weighted by w and ĝ_i
     row = n_listed         the profile: q_v f_v
@@ -261,20 +265,20 @@ def listed_weight_sums(
 def share_item(
     block, index, n_listed, begin, v,
     n_shares, tiles_done, shares_done,
-    hidden, largest, hidden_sum,
+    hidden, common_factor, hidden_sum,
     ring, ring_source, profile, profile_sums, uniform_sums, d_weight,
     V, smoothing_factor, softcap,
     ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The block's share number `index` of dC, written once: Sᵀ E of the listed tokens, and the
-    rank-one terms of q f and u f. All have ĝ_i in them, and `largest` comes at the end."""
+    rank-one terms of q f and u f. All have ĝ_i in them, and `common_factor` comes at the end."""
     shares = tl.load(n_shares + block)
     wait_for(tiles_done + block, (n_listed + 2 + ROWS - 1) // ROWS)
     step = tl.arange(0, STEP)
     q_f = tl.load(profile + v, mask=v < V, other=0.0)
     beta_u_f = tl.load(profile + V + v, mask=v < V, other=0.0) * smoothing_factor
-    factor = tl.load(largest)
+    factor = tl.load(common_factor)
     slices: tl.constexpr = (D + SLICE - 1) // SLICE
     for i in range(index * slices // shares, (index + 1) * slices // shares):
         column = i * SLICE + tl.arange(0, SLICE)
@@ -304,13 +308,13 @@ def share_item(
 
 @triton.jit(do_not_specialize=["mean_start"])
 def queue_kernel(
-    items, total, first_tile, tile_owner, n_shares,  # the `Schedule`
+    items, n_items, first_tile, tile_owner, n_shares,  # the `Schedule`
     ticket, tiles_done, shares_done,  # zeros: (1,), (blocks,), (blocks,)
     hidden,  # (N, D)
     weight, weight_slices,  # (V, D), in tiles of WIDTH × DEPTH and of WIDTH × SLICE
     bias, smoothing_target,  # (V,) or None each
     order, labels, lse2,  # of the super-block's `PackedTokens`
-    relative, lift, largest, hidden_sum,  # the `Upstream`
+    relative, lift, common_factor, hidden_sum,  # the `Upstream`
     coefficient, listed_tokens, listed,  # the `PairPlan`
     ring, ring_source,  # (RING, ROWS, WIDTH) S of tiles, (RING, ROWS) where their hidden states are
     profile,  # (2, V) written: q f and u f, with f the slope
@@ -328,9 +332,9 @@ def queue_kernel(
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take items in order until none is left; no item waits for a later one."""
-    last = tl.load(total)
+    end = tl.load(n_items)
     turn = tl.atomic_add(ticket, 1)
-    while turn < last:
+    while turn < end:
         block, index, kind = unpack_item(tl.load(items + turn))
         n_listed = tl.load(listed + block)
         begin = tl.load(first_tile + block)
@@ -351,7 +355,7 @@ def queue_kernel(
             share_item(
                 block, index, n_listed, begin, v,
                 n_shares, tiles_done, shares_done,
-                hidden, largest, hidden_sum,
+                hidden, common_factor, hidden_sum,
                 ring, ring_source, profile, profile_sums, uniform_sums, d_weight,
                 V, smoothing_factor, softcap,
                 ACCUMULATE, ROWS, WIDTH, RING, D, SLICE, STEP, PRECISION,
@@ -408,7 +412,7 @@ def block_sums_kernel(
 @triton.jit(do_not_specialize=["n_order"])
 def filtered_hidden_kernel(
     coefficient,  # (blocks, padded) m_ij
-    order, relative, lift, largest, valid_count,
+    order, relative, lift, common_factor, valid_count,
     acc,  # (padded, D) sums of S C over listed pairs
     profiles,  # (blocks, D) W
     uniforms, uniform_sum,  # H: (blocks, D) of each block, or None without a softcap; (D,) of all
@@ -453,7 +457,7 @@ def filtered_hidden_kernel(
         inside = (token < n_valid)[:, None] & is_column[None, :]
         p_acc = acc + token.to(tl.int64)[:, None] * D + column[None, :]
         sums += tl.load(p_acc, mask=inside, other=0.0)
-        sums = tl.where((token < n_valid)[:, None], sums * tl.load(largest), 0.0)
+        sums = tl.where((token < n_valid)[:, None], sums * tl.load(common_factor), 0.0)
     is_known = token < n_order  # masked tokens come last, and their dE is 0
     source = tl.load(order + token, mask=is_known, other=0).to(tl.int64)
     p_out = out + source[:, None] * D + column[None, :]

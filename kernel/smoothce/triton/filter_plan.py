@@ -2,7 +2,8 @@
 """Decides which (token, vocabulary block) pairs the filtered backward recomputes, in which order.
 
 `plan_pairs` chooses the pairs, and `schedule` orders the work on them for `filter_kernels`. Both
-run on the device alone. kernel/DERIVATION.md, "The filter", has the mathematics.
+run on the device alone. (`plan` says which calls are filtered at all.) kernel/DERIVATION.md, "The
+filter", has the mathematics.
 
 A pair is kept when it holds the label, or when s_ij = √(P_ij · max_v p_iv), which bounds the
 2-norm of the pair's probabilities, reaches the threshold ε. Any other pair is drawn with
@@ -70,7 +71,7 @@ class Schedule(NamedTuple):
     says where. Tiles are numbered through all blocks, in the order of blocks, and so are shares."""
 
     items: Tensor  # (·,) int32, as `pack_item` makes them, in the order of the queue
-    total: Tensor  # (1,) int32, how many of `items` are in use
+    n_items: Tensor  # (1,) int32, how many of `items` are in use
     first_tile: Tensor  # (blocks,) int32, the number of each block's first tile
     tile_owner: Tensor  # (·,) int32, the block of each tile
     n_shares: Tensor  # (blocks,) int32, in how many shares each block's dC is worked off
@@ -126,7 +127,8 @@ def plan_kernel(
 ):  # fmt: skip
     """A program finds one block's threshold, then its list of tokens and all its coefficients.
 
-    Filter statistics are base-2 and relative to the label's logit, and so is `total` here.
+    Filter statistics are base-2 and relative to the label's logit, and so is `relative_lse2` here,
+    the log-sum-exp over the whole vocabulary.
     """
     block = tl.program_id(0)
     n_valid = tl.load(valid_count)
@@ -140,9 +142,9 @@ def plan_kernel(
         inside = token < padded
         log_mass = tl.load(block_lse + row + token, mask=inside, other=0.0).to(tl.float32)
         log_max = tl.load(block_max + row + token, mask=inside, other=0.0).to(tl.float32)
-        total = tl.load(lse2 + token, mask=inside, other=0.0)
-        total -= tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
-        norm = tl.minimum(tl.exp2(0.5 * (log_max + log_mass) - total), eps)
+        relative_lse2 = tl.load(lse2 + token, mask=inside, other=0.0)
+        relative_lse2 -= tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
+        norm = tl.minimum(tl.exp2(0.5 * (log_max + log_mass) - relative_lse2), eps)
         sum_of_norms += tl.sum(tl.where(token < n_valid, norm, 0.0), 0)
     log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
 
@@ -153,31 +155,32 @@ def plan_kernel(
         log_mass = tl.load(block_lse + row + token, mask=inside, other=0.0).to(tl.float32)
         log_max = tl.load(block_max + row + token, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(labels + token, mask=inside, other=-1)
-        total = tl.load(lse2 + token, mask=inside, other=0.0)
-        seed = total.to(tl.int32, bitcast=True)
-        total -= tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
+        token_lse2 = tl.load(lse2 + token, mask=inside, other=0.0)
+        seed = token_lse2.to(tl.int32, bitcast=True)
+        label_logit2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
+        relative_lse2 = token_lse2 - label_logit2
         # Σ p² over the block ≤ largest p · mass = s², so what is dropped has a 2-norm below ε.
-        log_norm = 0.5 * (log_max + log_mass) - total
+        log_norm = 0.5 * (log_max + log_mass) - relative_lse2
         is_token = token < n_valid
         reaches_eps = log_norm >= log_eps
         holds_label = (y >= 0) & (y // WIDTH == block)
-        keep = is_token & (reaches_eps | holds_label)
+        kept = is_token & (reaches_eps | holds_label)
         # A dropped pair never reads as kept, however small its mass.
-        mass = tl.maximum(tl.exp2(log_mass - total), 1e-30)
+        mass = tl.maximum(tl.exp2(log_mass - relative_lse2), 1e-30)
         # 1 / w = s / ε, so that the softmax that is added in the mean is the true one.
         drawn = draw(seed, token, block) < tl.exp2(log_norm - log_eps)
         # (1 − w) P, which is negative, or P
         m = tl.where(drawn, mass * (1.0 - tl.exp2(log_eps - log_norm)), mass)
-        m = tl.where(is_token & (keep == 0), m, 0.0)
-        keep = keep | (drawn & is_token)
-        flag = keep.to(tl.int32)
+        m = tl.where(is_token & (kept == 0), m, 0.0)
+        is_listed = kept | (drawn & is_token)
+        flag = is_listed.to(tl.int32)
         place = n_listed + tl.cumsum(flag, 0) - flag
         # place ≤ token, and all these numbers have 2 bytes, so that what is written here takes the
         # place of filter statistics that were read above, or before. The barrier (a __syncthreads)
         # makes sure that every thread of the program has read them.
         tl.debug_barrier()
         tl.store(coefficient + row + token, m.to(tl.bfloat16), mask=inside)
-        tl.store(listed_tokens + row + place, token.to(tl.int16), mask=keep)
+        tl.store(listed_tokens + row + place, token.to(tl.int16), mask=is_listed)
         n_listed += tl.sum(flag, 0)
     tl.store(listed + block, n_listed)
 
@@ -224,7 +227,7 @@ def plan_pairs(
 def count_kernel(
     listed,  # (blocks,)
     first_tile, tile_end, n_shares, share_end,  # (blocks,) each, written
-    total,  # (1,) written
+    n_items,  # (1,) written
     blocks, slices, share_size,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -250,7 +253,7 @@ def count_kernel(
         tl.store(share_end + block, share_sum + tl.cumsum(shares, 0), mask=inside)
         tile_sum += tl.sum(tiles, 0)
         share_sum += tl.sum(shares, 0)
-    tl.store(total, tile_sum + share_sum)
+    tl.store(n_items, tile_sum + share_sum)
 
 
 @triton.jit
@@ -339,7 +342,7 @@ def schedule(
     # One allocation serves all.
     sizes = [blocks, blocks, blocks, blocks, 1, blocks * (most_tiles + slices)]
     memory = torch.empty(sum(sizes), device=listed.device, dtype=torch.int32)
-    first_tile, tile_end, n_shares, share_end, total, items = memory.split(sizes)
+    first_tile, tile_end, n_shares, share_end, n_items, items = memory.split(sizes)
     tile_owner = torch.empty(blocks * most_tiles, device=listed.device, dtype=torch.int32)
     count_kernel[(1,)](
         listed=listed,
@@ -347,7 +350,7 @@ def schedule(
         tile_end=tile_end,
         n_shares=n_shares,
         share_end=share_end,
-        total=total,
+        n_items=n_items,
         blocks=blocks,
         slices=slices,
         share_size=SHARE_SIZE,
@@ -367,4 +370,4 @@ def schedule(
         BLOCK=32,
         num_warps=1,
     )
-    return Schedule(items, total, first_tile, tile_owner, n_shares)
+    return Schedule(items, n_items, first_tile, tile_owner, n_shares)

@@ -1,18 +1,22 @@
 """The filtered backward: some pairs are recomputed, the others enter through low-rank products.
 
-For a kept pair, S = (p − (1−β)[v = y]) · f with f = ∂logit/∂product. For a dropped pair of mass P,
-S is modelled as P q_v f_v, where the profile q is the softmax within the block of the mean hidden
-state's logits, and f_v their slope. Without a softcap every token's gradient still sums to zero
-over the vocabulary. A drawn pair of weight w has w p and (1−w) P q. The smoothing term −β u_v f
-needs no pairs. So with W_j = Σ_{v∈j} q_v f_v C_v, H_j = Σ_{v∈j} u_v f_v C_v and the plan's
-coefficients m_ij (0, P or (1−w) P),
+S = ∂loss/∂(E Cᵀ), as `tokens.Coefficients` defines it, is cut into what pairs of a token and a
+block have. Of a kept pair the softmax's and the label's terms are computed, g_i (lift_i p_iv −
+(1−β) [v = y_i]) f_iv, where f_iv is the slope ∂logit/∂product and lift_i = 1 + 2ζ lse_i. For a
+dropped pair of mass P the softmax p_iv f_iv is modelled as P q_v f_v, where the profile q is the
+softmax within the block of the mean hidden state's logits, and f_v their slope. A drawn pair of
+weight w has w p_iv f_iv, and of the model (1−w) P q_v f_v. The smoothing term needs no pairs. So
+with W_j = Σ_{v∈j} q_v f_v C_v, H_j = Σ_{v∈j} u_v f_v C_v, the plan's coefficients m_ij (0, P or
+(1−w) P), and sums Σ_listed over kept and drawn pairs,
 
-    dE_i = g_i (Σ_listed S C + Σ_j m_ij W_j − β Σ_j H_j)
-    dC_v = Σ_listed g S E + q_v f_v Σ_i m_ij g_i E_i − β u_v f_v Σ_i g_i E_i
+    dE_i = Σ_listed S_iv C_v + g_i (lift_i Σ_j m_ij W_j − β Σ_j H_j)
+    dC_v = Σ_listed S_iv E_i + q_v f_v Σ_i m_ij lift_i g_i E_i − β u_v f_v Σ_i g_i E_i
 
-Under a softcap the slope differs from token to token: there a listed pair has its own smoothing
-term in S, and the last terms' sums are over dropped pairs alone. A z-loss multiplies a token's p
-and P by its *lift*, 1 + 2ζ lse_i.
+Without a softcap the gradient is right on average, and each token's sums to zero over the
+vocabulary (but for a z-loss), as the exact one does. Under a softcap the slope differs from token
+to token: there a listed pair has its own smoothing term in S, and the last terms' sums are over
+dropped pairs alone. What stands for the smoothing term of dropped pairs is wrong then, and no draw
+corrects it: the gradient is biased.
 
 `plan_super_blocks` runs the forward and lets `filter_plan` choose the pairs; `FilteredGradients`
 launches `filter_kernels`. Tokens are worked on in super-blocks, whose filter statistics bound the
@@ -49,13 +53,16 @@ TOKENS_AT_ONCE = 1024  # whose hidden states are converted to fp32 together
 
 class Upstream(NamedTuple):
     """The upstream gradient g of a super-block's tokens, as one factor and what is left of it per
-    token, ĝ_i = g_i / largest. Token weights and the reduction's scale are in g.
+    token, ĝ_i = g_i / common_factor. Token weights and the reduction's scale are in g.
+
+    Where g_i is the same for all tokens the factor is g_i itself, of either sign. Otherwise it is
+    the largest |g_i|, so that no |ĝ_i| is above 1.
 
     Fields have the names of `queue_kernel`'s parameters."""
 
     relative: Tensor | None  # (padded,) fp32 ĝ_i, packed; None where it is 1 for all
     lift: Tensor | None  # (padded,) fp32 1 + 2ζ lse_i; None where it is 1
-    largest: Tensor  # () fp32, the largest |g_i|; g itself where it is the same for all tokens
+    common_factor: Tensor  # () fp32
     hidden_sum: Tensor  # (D,) fp32, Σ_i ĝ_i E_i
 
 
@@ -121,9 +128,9 @@ def plan_super_blocks(
         # This comes after the large kernel's launch, so that the host's work is hidden. It is in
         # two steps, since torch's reduction of many rows to few sums takes 100 MB of its own.
         groups = packed.view(-1, call.tiles.rows, packed.shape[1])
-        total = groups.sum(1, dtype=torch.float32).sum(0)
-        mean = (total / own_count.clamp(min=1)).to(packed.dtype)
-        tokens = tokens._replace(total=total, mean=mean)
+        hidden_total = groups.sum(1, dtype=torch.float32).sum(0)
+        mean = (hidden_total / own_count.clamp(min=1)).to(packed.dtype)
+        tokens = tokens._replace(hidden_total=hidden_total, mean=mean)
         del packed, groups
         yield tokens, plan_pairs(filter_statistics, tokens, call.eps, call.tiles)
         del tokens, filter_statistics  # before the next super-block takes its memory
@@ -149,7 +156,8 @@ def backward_all(
     upstream_loss: Tensor,  # fp32, () or (N,)
     loss_scale: Tensor,  # ()
 ) -> Gradients:
-    """The gradients of hidden and weight that are wanted; `call_for` filters none with a bias's."""
+    """The gradients of hidden and weight that are wanted. A call that wants the bias's is not
+    filtered (`plan.threshold`)."""
     gradients = FilteredGradients(call)
     for tokens, pairs in state.super_blocks:
         gradients.add(tokens, pairs, upstream_gradient(call, tokens, upstream_loss, loss_scale))
@@ -165,15 +173,15 @@ def upstream_gradient(
     """The upstream gradient of a super-block's tokens, as the kernels take it."""
     inputs = call.inputs
     options = inputs.options
-    assert tokens.total is not None
+    assert tokens.hidden_total is not None
     a, g = coefficients(call, tokens, upstream_loss, loss_scale)
     lift = torch.where(g != 0, a / g, 1.0) if options.z_loss else None
     if options.reduction != "none" and inputs.token_weights is None:
         # g_i is the same for all tokens.
-        return Upstream(None, lift, upstream_loss * loss_scale, tokens.total)
-    largest = g.abs().amax().clamp(min=1e-30)
-    relative = g / largest
-    hidden_sum = torch.zeros_like(tokens.total)
+        return Upstream(None, lift, upstream_loss * loss_scale, tokens.hidden_total)
+    common_factor = g.abs().amax().clamp(min=1e-30)
+    relative = g / common_factor
+    hidden_sum = torch.zeros_like(tokens.hidden_total)
     is_valid = torch.arange(len(tokens.order), device=g.device) < tokens.valid_count
     for start in range(0, len(tokens.order), TOKENS_AT_ONCE):
         stop = min(start + TOKENS_AT_ONCE, len(tokens.order))
@@ -181,7 +189,7 @@ def upstream_gradient(
         # A masked token's hidden state may hold NaN, which its ĝ of 0 would not undo.
         states.masked_fill_(~is_valid[start:stop, None], 0)
         hidden_sum += relative[start:stop] @ states
-    return Upstream(relative, lift, largest, hidden_sum)
+    return Upstream(relative, lift, common_factor, hidden_sum)
 
 
 class FilteredGradients:
@@ -356,7 +364,7 @@ class FilteredGradients:
             order=tokens.order,
             relative=upstream.relative,
             lift=upstream.lift,
-            largest=upstream.largest,
+            common_factor=upstream.common_factor,
             valid_count=tokens.valid_count,
             acc=acc,
             profiles=acc[padded : padded + blocks].to(dtype),

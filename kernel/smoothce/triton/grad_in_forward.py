@@ -1,12 +1,13 @@
 """Exact gradients made in the forward, some of the tokens at a time: no logit is computed twice.
 
-The walk saves p̃_iv = 2^(z_iv − o_i), relative to the label's logit (o_i = z_iy) and so 1 for the
-label, which is exact in 16 bits. With w_i = a_i 2^(o_i − lse_i) and the token's coefficients a, b
+The walk saves p̃_iv = 2^(z_iv − o_i). The offset o_i is the label's logit, unless a logit lies more
+than 64 powers of 2 above it (`forward` says what it is then). So the label's p̃ is 1, which is exact
+in 16 bits. With w_i = a_i 2^(o_i − lse_i) and the token's coefficients a, b
 
     dE_i = scale (w_i Σ_v p̃_iv C_v − b_i ((1−β) C_y + β Σ_v u_v C_v))
     dC_v = scale (Σ_i p̃_iv w_i E_i − (1−β) Σ_{i: y_i = v} b_i E_i − β u_v Σ_i b_i E_i)
 
-are two products with p̃ itself, so that no pass turns probabilities into dlogits:
+are two products with p̃ itself, so that no pass turns probabilities into S (`tokens.Coefficients`):
 
     [ u ]            [ Σ_v u_v C_v     ]          [ u ]ᵀ  [ −β Σ_i b_i E_i ]
     [ p̃ ]  ·  C  =  [ Σ_v p̃_iv C_v   ]          [ p̃ ]  · [ w_i E_i        ]  =  dC / scale
@@ -17,10 +18,11 @@ dE's other terms are added in fp32 when its row is rounded. For dC the label's p
 p̃ − (1−β) b_i / w_i, one number a token.
 
 u and −β Σ_i b_i E_i are each the sum of two 16-bit numbers, which takes three rows
-(`SmoothingTerm`). The bias's gradient is a product too, Σ_i p̃_iv w_i. Its factors w_i are rounded
+(`SmoothingRows`). The bias's gradient is a product too, Σ_i p̃_iv w_i. Its factors w_i are rounded
 to 16 bits once, and so is −β Σ_i b_i beside u.
 
-Under a softcap ∂logit/∂product differs from logit to logit: there such a pass makes S, in place.
+Under a softcap ∂logit/∂product differs from logit to logit: there such a pass makes S, in place,
+and the smoothing term is in it.
 """
 
 from dataclasses import dataclass
@@ -32,21 +34,21 @@ from torch import Tensor
 from triton import cdiv
 
 from smoothce.options import Gradients
-from smoothce.triton.dlogits import (
+from smoothce.triton.dproduct import (
     add_matmul_fp32,
-    convert_to_dlogits,
+    convert_to_dproduct,
     matmul_fp32,
-    write_hidden_from_dlogits,
+    write_hidden_from_dproduct,
     write_hidden_from_probabilities,
 )
 from smoothce.triton.forward import Results, SavedProbabilities, run_forward
 from smoothce.triton.forward_gradients import ForwardGradients
-from smoothce.triton.recompute_backward import ValidCounts
 from smoothce.triton.tiles import LOG2E
 from smoothce.triton.tokens import (
     Coefficients,
     LossCall,
     PackedTokens,
+    ValidCounts,
     coefficients,
     gather,
     token_slices,
@@ -57,7 +59,7 @@ from smoothce.vocab_parallel import all_reduce_gradient
 # Rows of the workspace before the first token's: three hold u, the others zeros. Eight of them
 # leave the tokens' rows as aligned as the workspace is.
 LEAD = 8
-# The rows that hold u, each named for the term of `SmoothingTerm`'s product that it has.
+# The rows that hold u, each named for the term of `SmoothingRows`'s product that it has.
 U_HIGH_S_HIGH = 0
 U_HIGH_S_LOW = 1
 U_LOW_S_HIGH = 2
@@ -72,9 +74,10 @@ def repair_kernel(
     n, n_blocks, padded, stride, CLEAR: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Where a tile's probabilities are not relative to their tokens' offsets: make them so.
+    """Make a tile's probabilities relative to their tokens' offsets, where they are not.
 
-    CLEAR where how many tokens are valid is not known to who reads this: the others' become 0."""
+    CLEAR: also make the rows of masked tokens 0. It is set where the host does not know how many
+    tokens are valid, since the matrix products then run over all rows."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < tl.load(valid_count)
     offset2 = tl.load(offsets2 + rows, mask=valid, other=0.0)
@@ -101,7 +104,9 @@ def weigh_kernel(
     weighed, weights,  # (n, D) w_i scale E_i, (n,) w_i, written
     smoothing, scale, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: its hidden state as dC takes it, and of the label what is left of p̃."""
+    """One token: its hidden state as dC takes it, and of the label what is left of p̃.
+
+    (dE takes the label from `dproduct.finish_hidden_kernel`, which subtracts b_i (1−β) C_y.)"""
     token = tl.program_id(0)
     valid = token < tl.load(valid_count)
     lse2 = tl.load(lses2 + token)
@@ -201,8 +206,9 @@ class Part:
 
 
 @dataclass
-class SmoothingTerm:
-    """The smoothing term −β u_v b_i of all tokens, which enters the products as rank one.
+class SmoothingRows:
+    """Rows of the workspace by which the smoothing term −β u_v b_i of all tokens, of rank one, is a
+    part of the products. There are none without smoothing, nor under a softcap.
 
     `smoothing_factor` times u is β u_v, where u is 1 for every entry if it is uniform, and so exact
     in 16 bits. dC takes −β u_v s for s = Σ_i b_i E_i. In 16 bits u = u_hi + u_lo and
@@ -221,27 +227,25 @@ class SmoothingTerm:
     dE takes Σ_v u_v C_v, for which the first and the last row are enough. The bias's factors have
     no low part, since those of the tokens, w_i, are rounded to 16 bits once as well."""
 
-    smoothing_factor: float  # 0 without smoothing
+    smoothing_factor: float  # of `LossCall`
     hidden_sum: Tensor  # (D,) fp32, Σ_i b_i E_i over the parts so far
     coefficient_sum: Tensor  # () fp32, Σ_i b_i over the parts so far
     mean_weight: Tensor | None = None  # (D,) fp32 β Σ_v u_v C_v, from the first part on
 
     @classmethod
-    def write(cls, call: LossCall, workspace: Workspace) -> "SmoothingTerm":
+    def written_into(cls, workspace: Workspace, call: LossCall) -> "SmoothingRows":
         """Write u into the workspace's first rows."""
-        inputs = call.inputs
-        weight = inputs.weight
+        weight = call.inputs.weight
         v, d = weight.shape
-        if inputs.options.label_smoothing:
-            u = inputs.smoothing_target
-            if u is None:
-                u = weight.new_ones(v, dtype=torch.float32)
-            high = u.to(weight.dtype)
-            memory = workspace.memory
-            memory[:LEAD].zero_()
-            memory[U_HIGH_S_HIGH, :v] = high
-            memory[U_HIGH_S_LOW, :v] = high
-            memory[U_LOW_S_HIGH, :v] = u - high.float()
+        u = call.inputs.smoothing_target
+        if u is None:
+            u = weight.new_ones(v, dtype=torch.float32)
+        high = u.to(weight.dtype)
+        memory = workspace.memory
+        memory[:LEAD].zero_()
+        memory[U_HIGH_S_HIGH, :v] = high
+        memory[U_HIGH_S_LOW, :v] = high
+        memory[U_LOW_S_HIGH, :v] = u - high.float()
         return cls(
             call.smoothing_factor,
             hidden_sum=weight.new_zeros(d, dtype=torch.float32),
@@ -249,7 +253,7 @@ class SmoothingTerm:
         )
 
     def take_mean_weight(self, products: Tensor) -> None:
-        """Note β Σ_v u_v C_v from the rows of the product (LEAD + n, V) · C."""
+        """Note β Σ_v u_v C_v from the first rows of the product (LEAD + n, V) · C."""
         mean_weight = products[U_HIGH_S_HIGH] + products[U_LOW_S_HIGH]
         self.mean_weight = self.smoothing_factor * mean_weight
 
@@ -261,13 +265,13 @@ class SmoothingTerm:
     def write_factors(self, states: Tensor, weights: Tensor, scale: float) -> None:
         """Write what dC's product and the bias's take beside the rows of u: −β Σ_i b_i E_i into the
         first rows of `states`, (·, D), and −β Σ_i b_i into those of `weights`, (·,)."""
-        hidden_total = -self.smoothing_factor * scale * self.hidden_sum
-        states[U_HIGH_S_HIGH] = hidden_total  # which rounds it
-        states[U_HIGH_S_LOW] = hidden_total - states[U_HIGH_S_HIGH].float()
-        states[U_LOW_S_HIGH] = hidden_total
-        coefficient_total = -self.smoothing_factor * self.coefficient_sum
-        weights[U_HIGH_S_HIGH] = coefficient_total
-        weights[U_LOW_S_HIGH] = coefficient_total
+        s = -self.smoothing_factor * scale * self.hidden_sum
+        states[U_HIGH_S_HIGH] = s  # which rounds it
+        states[U_HIGH_S_LOW] = s - states[U_HIGH_S_HIGH].float()
+        states[U_LOW_S_HIGH] = s
+        s_of_bias = -self.smoothing_factor * self.coefficient_sum
+        weights[U_HIGH_S_HIGH] = s_of_bias
+        weights[U_LOW_S_HIGH] = s_of_bias
 
 
 @dataclass
@@ -322,13 +326,19 @@ class GradientSums:
         return Gradients(hidden=hidden, weight=weight, bias=self.bias)
 
 
+def products_take_probabilities(call: LossCall) -> bool:
+    """Whether dE and dC are products with p̃ itself. Under a softcap they take S, since the cap's
+    slope differs from logit to logit."""
+    return call.inputs.options.softcap is None
+
+
 @dataclass(frozen=True)
 class GradientMaker:
     """Makes the gradients, part by part, from the probabilities in its workspace."""
 
     workspace: Workspace
     sums: GradientSums
-    smoothing: SmoothingTerm | None  # None under a softcap, where S contains it
+    smoothing_rows: SmoothingRows | None  # None without smoothing, and under a softcap
     upstream_loss: Tensor  # () 1: the upstream factor comes in the backward
     loss_scale: Tensor  # ()
     n_tokens: int  # of all parts
@@ -339,50 +349,50 @@ class GradientMaker:
         loss_scale = inputs.loss_scale()
         sums = GradientSums.allocate(call, sum_in_fp32)
         workspace = Workspace.allocate(call, part_tokens)
-        smoothing = None
-        if inputs.options.softcap is None:
-            smoothing = SmoothingTerm.write(call, workspace)
+        smoothing_rows = None
+        if inputs.options.label_smoothing and products_take_probabilities(call):
+            smoothing_rows = SmoothingRows.written_into(workspace, call)
         upstream_loss = torch.ones((), device=loss_scale.device, dtype=torch.float32)
-        return cls(workspace, sums, smoothing, upstream_loss, loss_scale, len(inputs.labels))
+        return cls(workspace, sums, smoothing_rows, upstream_loss, loss_scale, len(inputs.labels))
 
     def add(self, part: Part) -> None:
         """Write dE of these tokens; write dC and the bias's gradient, or add to them."""
         token_coefficients = coefficients(
             part.call, part.tokens, self.upstream_loss, self.loss_scale
         )
-        if self.smoothing is None:
-            self.add_from_dlogits(part, token_coefficients)
+        if products_take_probabilities(part.call):
+            self.add_from_probabilities(part, token_coefficients)
         else:
-            self.add_from_probabilities(part, token_coefficients, self.smoothing)
+            self.add_from_dproduct(part, token_coefficients)
 
-    def add_from_dlogits(self, part: Part, token_coefficients: Coefficients) -> None:
+    def add_from_dproduct(self, part: Part, token_coefficients: Coefficients) -> None:
         """Under a softcap: turn probabilities into S, which both products take."""
         n = part.n
         inputs = part.call.inputs
-        convert_to_dlogits(part.call, part.tokens, token_coefficients, self.workspace.saved, n)
-        dlogits = self.workspace.rows(n)
-        # S is of products; the bias comes after the scale
+        convert_to_dproduct(part.call, part.tokens, token_coefficients, self.workspace.saved, n)
+        dproduct = self.workspace.rows(n)
+        # The bias is added after the scale, which S has as a factor.
         weights = torch.ones_like(token_coefficients.softmax[:n]) / inputs.logit_scale
-        self.sums.add_products(dlogits, part.packed[:n], weights)
+        self.sums.add_products(dproduct, part.packed[:n], weights)
         if self.sums.hidden is not None:
-            hidden_sums = matmul_fp32(dlogits, inputs.weight)
-            write_hidden_from_dlogits(part.tokens, hidden_sums, self.sums.hidden[part.where])
+            hidden_sums = matmul_fp32(dproduct, inputs.weight)
+            write_hidden_from_dproduct(part.tokens, hidden_sums, self.sums.hidden[part.where])
 
-    def add_from_probabilities(
-        self, part: Part, token_coefficients: Coefficients, smoothing: SmoothingTerm
-    ) -> None:
+    def add_from_probabilities(self, part: Part, token_coefficients: Coefficients) -> None:
         """Without a softcap: both products take the probabilities themselves."""
         self.repair(part)
         if self.sums.hidden is not None:
-            self.write_hidden(part, token_coefficients, smoothing, self.sums.hidden[part.where])
+            self.write_hidden(part, token_coefficients, self.sums.hidden[part.where])
         if self.sums.weight is None and self.sums.bias is None:
             return
         states, weights = self.weigh(part, token_coefficients)
-        if smoothing.smoothing_factor:
+        smoothing_rows = self.smoothing_rows
+        if smoothing_rows is not None:
             n = part.n
-            smoothing.add(part.packed[:n], token_coefficients.label[:n])
-        if smoothing.smoothing_factor and part.where.stop == self.n_tokens:  # the last part
-            smoothing.write_factors(states, weights, part.call.inputs.logit_scale)
+            smoothing_rows.add(part.packed[:n], token_coefficients.label[:n])
+        is_last_part = part.where.stop == self.n_tokens
+        if smoothing_rows is not None and is_last_part:
+            smoothing_rows.write_factors(states, weights, part.call.inputs.logit_scale)
             rows = self.workspace.rows_with_lead(part.n)
             self.sums.add_products(rows, states, weights)
         else:
@@ -415,19 +425,22 @@ class GradientMaker:
         self,
         part: Part,
         token_coefficients: Coefficients,
-        smoothing: SmoothingTerm,
         out: Tensor,  # (tokens, D)
     ) -> None:
         """Write dE of the part's tokens."""
         weight = part.call.inputs.weight
-        if smoothing.smoothing_factor and smoothing.mean_weight is None:
+        smoothing_rows = self.smoothing_rows
+        if smoothing_rows is not None and smoothing_rows.mean_weight is None:
             products = matmul_fp32(self.workspace.rows_with_lead(part.n), weight)
-            smoothing.take_mean_weight(products)
+            smoothing_rows.take_mean_weight(products)
             hidden_sums = products[LEAD:]
         else:
             hidden_sums = matmul_fp32(self.workspace.rows(part.n), weight)
+        mean_weight = None
+        if smoothing_rows is not None:
+            mean_weight = smoothing_rows.mean_weight
         write_hidden_from_probabilities(
-            part.call, part.tokens, token_coefficients, hidden_sums, smoothing.mean_weight, out
+            part.call, part.tokens, token_coefficients, hidden_sums, mean_weight, out
         )
 
     def weigh(self, part: Part, token_coefficients: Coefficients) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,19 @@
 """Exact gradients made in the backward, in little memory: every logit is computed a second time,
-and S of a chunk of the vocabulary at a time goes into both products.
+and S (`tokens.Coefficients`) of a chunk of the vocabulary at a time goes into both products.
 
-S lies in dC's own memory as far as rows that are not yet written leave room, so that chunks are
-large: of the V − v entries that are left, as many as have room at the memory's end beside their own
-rows of dC; in a workspace where that holds more. With N = 3 D and a workspace of one unit:
+A chunk has a number of `entries`. Its S, of N · entries numbers, is written to the end of dC's own
+memory, whose rows there are not needed yet. Its rows of dC, of D · entries numbers, then go to the
+first rows that are still free. Both fit while entries ≤ free numbers / (N + D)
+(`end_of_free_memory`). When that is no more than the workspace holds, S goes to the workspace
+instead. An example of V = 16 entries, with D = 1, N = 3 and a workspace for S of one entry; each
+character is one of the 16 numbers of dC's memory:
 
-    dC's memory     |dC → 0 …      |                                      S of the first chunk|
-                    | 0 … |dC →          |                             S of the second chunk  |
-                    | 0 …              | … |dC →  written from the workspace, the rest of them |
+    first chunk    CCCCSSSSSSSSSSSS    16 are free: 4 entries (S: their S, C: their rows of dC)
+    second chunk   ....CCCSSSSSSSSS    12 are free: 3 entries
+    third chunk    .......CC.SSSSSS    9 are free: 2 entries
+    others         .........C          7 are free: 1 entry, no more than the workspace holds
+
+(Rounding to aligned places is left out here.)
 
 Only valid tokens are in E and S: they are packed before and spread out again afterwards. No atomics
 and no order that depends on timing, so equal inputs give equal bits.
@@ -24,16 +30,17 @@ from torch import Tensor
 from triton import cdiv
 
 from smoothce.options import Gradients
-from smoothce.triton.dlogits import (
+from smoothce.triton.dproduct import (
     add_matmul_fp32,
-    recompute_dlogits,
-    write_hidden_from_dlogits,
+    recompute_dproduct,
+    write_hidden_from_dproduct,
 )
 from smoothce.triton.forward import Results, run_forward
 from smoothce.triton.tokens import (
     Coefficients,
     LossCall,
     PackedTokens,
+    ValidCounts,
     coefficients,
     gather,
     token_slices,
@@ -47,37 +54,18 @@ SUPER_BLOCK_TOKENS = 8192
 
 # A chunk's S in a workspace, and what dE's fp32 sum takes beyond dE, are together at most
 # WORKSPACE_BYTES, which with all else that a step holds is the 118 MB of kernel/README.md, and at
-# most WORKSPACE_SHARE of the two gradients' bytes. A step then holds at most a tenth more than its
-# gradients: the tenth less 0.35 % of the gradients' bytes for the few numbers that each token has
-# besides. But a workspace has WORKSPACE_LEAST_BYTES in any case, for fewer entries at a time leave
-# the products too small.
+# most WORKSPACE_SHARE of the two gradients' bytes. The few numbers that each token has besides take
+# 0.35 % of these bytes at most, so that a step holds at most a tenth more than its gradients:
+#
+#     workspace + numbers of tokens  ≤  (WORKSPACE_SHARE + 0.0035) · gradients  =  0.1 · gradients
+#
+# But a workspace has WORKSPACE_LEAST_BYTES in any case, for fewer entries at a time leave the
+# products too small.
 WORKSPACE_BYTES = 112 * 2**20
 WORKSPACE_SHARE = 0.1 - 0.0035
 WORKSPACE_LEAST_BYTES = 32 * 2**20
 
 ALIGNED_NUMBERS = 8  # in 16 bits so many are 16 bytes, what a kernel's widest loads read at a time
-
-
-class ValidCounts:
-    """Numbers of valid tokens, on their way to the host: None while a CUDA graph is captured."""
-
-    def __init__(self, counts: list[Tensor]) -> None:
-        self.event: torch.cuda.Event | None = None
-        self.host: list[Tensor | None] = [None] * len(counts)
-        if not counts:
-            return
-        if not counts[0].is_cuda:
-            self.host = [*counts]
-        elif not torch.cuda.is_current_stream_capturing():
-            self.host = [count.to("cpu", non_blocking=True) for count in counts]
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def values(self) -> list[int | None]:
-        """The numbers. The host waits for their kernel alone, which ran before the forward's."""
-        if self.event is not None:
-            self.event.synchronize()
-        return [None if count is None else int(count.item()) for count in self.host]
 
 
 class RecomputeState(NamedTuple):
@@ -154,7 +142,7 @@ def backward_all(
         if hidden_sums is not None:
             if d_hidden is None:  # not before the first super-block's workspace is freed
                 d_hidden = torch.empty_like(hidden)
-            write_hidden_from_dlogits(tokens, hidden_sums, d_hidden[where])
+            write_hidden_from_dproduct(tokens, hidden_sums, d_hidden[where])
     if classifier.weight is not None and not classifier.begun:
         classifier.weight.zero_()
     if call.needs.hidden and len(hidden) == 0:
@@ -194,23 +182,23 @@ def add_super_block(
     weight = call.inputs.weight
     # Rows of dC that are not yet written lend their memory.
     free_memory = None if classifier.begun else classifier.weight
-    for start, stop, dlogits in dlogits_by_chunks(
+    for start, stop, dproduct in dproduct_by_chunks(
         call, packed, tokens, token_coefficients, free_memory
     ):
         if classifier.weight is not None:
             if classifier.begun:
-                classifier.weight[start:stop].addmm_(dlogits.T, packed)
+                classifier.weight[start:stop].addmm_(dproduct.T, packed)
             else:
-                torch.mm(dlogits.T, packed, out=classifier.weight[start:stop])
+                torch.mm(dproduct.T, packed, out=classifier.weight[start:stop])
         if hidden_sums is not None:
-            add_matmul_fp32(hidden_sums, dlogits, weight[start:stop])
+            add_matmul_fp32(hidden_sums, dproduct, weight[start:stop])
         if classifier.bias is not None:
-            sums = dlogits.sum(0, dtype=torch.float32)
+            sums = dproduct.sum(0, dtype=torch.float32)
             classifier.bias[start:stop] += sums / call.inputs.logit_scale
     classifier.begun = True
 
 
-def dlogits_by_chunks(
+def dproduct_by_chunks(
     call: LossCall,
     packed: Tensor,  # (n, D)
     tokens: PackedTokens,
@@ -230,8 +218,8 @@ def dlogits_by_chunks(
             if larger is not None:
                 out = larger
         stop = min(start + out.shape[1], v)
-        dlogits = recompute_dlogits(call, packed, tokens, token_coefficients, out, start, stop)
-        yield start, stop, dlogits
+        dproduct = recompute_dproduct(call, packed, tokens, token_coefficients, out, start, stop)
+        yield start, stop, dproduct
         start = stop
 
 

@@ -1,7 +1,7 @@
 """How a call's work is cut into tiles, and the steps that several kernels share.
 
 `tiles_for` picks the tile shapes for a GPU and a dtype; every launch of one call follows them. The
-`@triton.jit` functions at the end are steps of the kernels in `forward`, `dlogits` and
+`@triton.jit` functions at the end are steps of the kernels in `forward`, `dproduct` and
 `filter_kernels`: a tile of the product E Cᵀ, its base-2 logits, and their slope under a softcap.
 """
 
@@ -88,6 +88,12 @@ def tiles_for(hidden: torch.Tensor, weight: torch.Tensor) -> Tiles:
 
 def tile_set(dtype: torch.dtype, capability: tuple[int, int], tma: bool) -> Tiles:
     """The tile shapes for a GPU of this compute capability.
+
+    A new GPU is added here, in `unsupported` of `smoothce.triton` if it cannot be served, in
+    `LIMITS` of tests/kernel/triton/test_shared_memory.py, whose bytes and `little_memory` here say
+    the same, and in the table of kernel/README.md. One that is in none of these gets the large
+    tiles. The TMA is used on 9.0 alone, where these tiles were measured with it; 10.0 and 12.0 have
+    one too, but have not been run.
 
     What limits them is the shared memory of a block: 227 KB on 9.0 and 10.0, 163 KB on 8.0, and
     99 KB on 8.6, 8.9 and 12.0 (`tests/kernel/triton/test_shared_memory.py`)."""

@@ -10,6 +10,9 @@ Logits, label logits and log-sum-exps without a suffix are in nats. A name that 
 the quantity is in base 2, log2(e) times as much: kernels exponentiate with exp2, so that what a
 backward exponentiates (`lse2`, `offset2`) is kept that way, and `forward.losses_kernel` alone turns
 one into the other.
+
+In the kernels of this package `smoothing` is β, `scale` is the logit scale (1 without one) and `V`
+is how many entries this rank has. "The product" is E Cᵀ, before scale, bias and cap.
 """
 
 from typing import NamedTuple
@@ -90,7 +93,7 @@ class PackedTokens(NamedTuple):
     lse2: Tensor  # (padded,) fp32 base 2, +inf where there is no valid token
     offset2: Tensor  # (padded,) fp32 base 2, what saved probabilities are relative to
     # The filter's alone.
-    total: Tensor | None = None  # (D,) fp32, Σ E_i over valid tokens
+    hidden_total: Tensor | None = None  # (D,) fp32, Σ E_i over valid tokens
     mean: Tensor | None = None  # (D,) the mean hidden state in the inputs' dtype
 
 
@@ -130,6 +133,28 @@ def valid_first(call: LossCall) -> tuple[Tensor, Tensor]:
     return order, valid_count
 
 
+class ValidCounts:
+    """Numbers of valid tokens, on their way to the host: None while a CUDA graph is captured."""
+
+    def __init__(self, counts: list[Tensor]) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.host: list[Tensor | None] = [None] * len(counts)
+        if not counts:
+            return
+        if not counts[0].is_cuda:
+            self.host = [*counts]
+        elif not torch.cuda.is_current_stream_capturing():
+            self.host = [count.to("cpu", non_blocking=True) for count in counts]
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def values(self) -> list[int | None]:
+        """The numbers. The host waits for their kernel alone, which ran before the forward's."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [None if count is None else int(count.item()) for count in self.host]
+
+
 @triton.jit(do_not_specialize=["first_entry"])
 def gather_kernel(
     hidden, weight, bias, labels, order, valid_count,
@@ -155,7 +180,7 @@ def gather_kernel(
     logit = tl.sum(products, 0) * scale
     if bias is not None:
         logit += tl.load(bias + weight_row).to(tl.float32)
-    if softcap is not None:
+    if softcap is not None:  # as in `tiles.base2_logits`, but in nats
         logit = softcap * (1.0 - 2.0 / (tl.exp2(logit * (2.0 * LOG2E / softcap)) + 1.0))
     tl.store(label_logits + place, tl.where(is_here, logit, 0.0))
     tl.store(packed_labels + place, tl.where(is_here, label, -1).to(tl.int32))
@@ -166,7 +191,10 @@ def gather(
     order: Tensor,  # (n,) the part of the order that belongs to these tokens
     valid_count: Tensor,  # (1,)
 ) -> tuple[PackedTokens, Tensor]:
-    """These tokens, packed, and their hidden states, (padded, D)."""
+    """Pack these tokens: returns them, and their hidden states, (padded, D).
+
+    Their labels' logits are computed on the way. Where ranks share a vocabulary this is a
+    collective: each rank has some of the labels' rows, and the logits are summed over the ranks."""
     inputs = call.inputs
     shard = inputs.shard
     hidden = inputs.hidden
@@ -205,8 +233,19 @@ def gather(
 
 
 class Coefficients(NamedTuple):
-    """What a token's softmax (a_i) and its smoothed label (b_i) count in the gradient
-    S_iv = (a_i p_iv − b_i ((1−β) [v = y_i] + β u_v)) · ∂logit/∂product."""
+    """Two numbers a token, by which its gradient is made of its softmax and its smoothed label.
+
+    S is the gradient of the loss in the product E Cᵀ, before scale, bias and cap:
+
+        S_iv = ∂loss / ∂(E_i · C_v)
+             = (a_i p_iv − b_i ((1−β) [v = y_i] + β u_v)) · f_iv
+        a_i  = g_i (1 + 2ζ lse_i) + h_i
+        b_i  = g_i
+        dE = S C,   dC = Sᵀ E
+
+    g_i is the upstream gradient of the token's loss, times the reduction's scale and the token's
+    weight; h_i is that of its log-sum-exp. f_iv = ∂z_iv / ∂(E_i · C_v) is `tiles.slope`: the logit
+    scale, times the cap's slope under a softcap. Everywhere in smoothce.triton S is this."""
 
     softmax: Tensor  # a: (padded,) fp32, 0 where there is no valid token
     label: Tensor  # b: (padded,) fp32, likewise
@@ -231,9 +270,11 @@ def coefficients_kernel(
     label_coefficient = tl.where(valid, upstream * tl.load(loss_scale), 0.0)
     if token_weights is not None:
         label_coefficient *= tl.load(token_weights + source, mask=valid, other=0.0)
-    # the z-loss ζ lse² adds 2ζ lse to the softmax's coefficient
+    # The z-loss ζ lse² adds 2ζ lse to the softmax's coefficient.
     lift = 1.0 + 2.0 * z_loss * (tl.load(lse2 + place, mask=valid, other=0.0) / LOG2E)
-    # `grad_in_forward.weigh_kernel` divides the label's coefficient by the softmax's: not by 0
+    # `grad_in_forward.weigh_kernel` divides the label's coefficient by the softmax's, and where
+    # that is 0 it takes the token for a masked one. So no lift is 0: a number too small to matter
+    # takes the place of one next to 0, also in the ways that do not divide by it.
     lift = tl.where(tl.abs(lift) < 1e-6, 1e-6, lift)
     tl.store(label_coefficients + place, label_coefficient, mask=place < padded)
     if upstream_lse is None:

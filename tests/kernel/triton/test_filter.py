@@ -1,4 +1,7 @@
-"""What the filter does to a gradient, read off dlogits: with C = I, dE is dlogits."""
+"""What the filter does to a gradient, read off S = ∂loss/∂(E Cᵀ): with C = I, dE is S."""
+
+import itertools
+import re
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_check import DEVICE, error, gradients, inputs, runs_schedule
 
-from smoothce import triton
+from smoothce import linear_cross_entropy, triton
 from smoothce.options import InputTensors, Needs, Options
 from smoothce.triton import filter_plan, plan
 from smoothce.triton.filter_plan import (
@@ -17,7 +20,7 @@ from smoothce.triton.filter_plan import (
     SHARE_ITEM,
     TILE_ITEM,
 )
-from smoothce.triton.tiles import tiles_for
+from smoothce.triton.tiles import tile_set, tiles_for
 
 BOTH = Needs(hidden=True, weight=True, bias=False)
 WIDTH = tiles_for(torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 64, device=DEVICE)).width
@@ -91,6 +94,16 @@ def test_statistics_tell_what_was_left_out():
     assert 0 < share_kept < 1
 
 
+def test_the_width_of_a_block_is_the_documented_one():
+    """ε is compared with a norm over a block, so that a block's width is part of its meaning."""
+    documented = " ".join(linear_cross_entropy.__doc__.split())
+    widths = re.search(r"into blocks of (\d+) entries, or (\d+) in fp32", documented)
+    assert widths
+    for capability, tma in itertools.product([(8, 0), (8, 6), (9, 0), (12, 0)], [True, False]):
+        assert tile_set(torch.bfloat16, capability, tma).width == int(widths[1])
+        assert tile_set(torch.float32, capability, tma).width == int(widths[2])
+
+
 def unpack_item(item: int) -> tuple[int, int, int]:
     """(block, index, kind), as the kernels' `unpack_item` gives them."""
     index = (item >> INDEX_SHIFT.value) & INDEX_MASK.value
@@ -111,7 +124,7 @@ def test_queue_items_wait_only_for_earlier_ones(listed, slices, ring):
     ring = max(ring, most_tiles)
     counts = torch.tensor(listed, dtype=torch.int32, device=DEVICE)
     queue = filter_plan.schedule(counts, 60, slices, tiles, ring)
-    items = queue.items[: queue.total.item()].tolist()
+    items = queue.items[: queue.n_items.item()].tolist()
     n_shares = queue.n_shares.tolist()
     first_tile = queue.first_tile.tolist()
     tile_owner = queue.tile_owner.tolist()

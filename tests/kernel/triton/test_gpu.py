@@ -15,7 +15,7 @@ from torch import nn
 from smoothce import explain, linear_cross_entropy
 from smoothce.bench import methods
 from smoothce.bench.language import language_like
-from smoothce.triton import dlogits, filter_kernels, filter_plan, forward, grad_in_forward, tokens
+from smoothce.triton import dproduct, filter_kernels, filter_plan, forward, grad_in_forward, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -236,7 +236,7 @@ def test_cuda_graph(mode):
 @each_mode
 def test_inside_a_compiled_model(mode):
     """Both are compared with fp64, for between them the roundings add up: the upstream factor 3
-    comes after those of dlogits and dC in the graph, and before them without one."""
+    comes after those of dproduct and dC in the graph, and before them without one."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU()).cuda().bfloat16()
     weight = torch.randn(5000, 256, device="cuda", dtype=torch.bfloat16).mul_(0.1).requires_grad_()
@@ -261,7 +261,7 @@ def compilations():
     """How often each kernel has been compiled for the current device."""
     device = torch.cuda.current_device()
     counts = {}
-    for module in (dlogits, grad_in_forward, filter_kernels, filter_plan, forward, tokens):
+    for module in (dproduct, grad_in_forward, filter_kernels, filter_plan, forward, tokens):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel"):
                 counts[name] = len(kernel.device_caches[device][0])

@@ -143,6 +143,27 @@ def test_parts_of_which_one_is_masked(sum_in_fp32, masked, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.05])
+@pytest.mark.parametrize("mode", [*TRITON_MODES, CHUNKED_MODE])
+def test_the_labels_entries_alone(mode, z_loss):
+    """S_iy of each token, which a norm over all entries might drown: dE is S where C = I, and dC is
+    Sᵀ where E = I. In the forward they come from two formulas."""
+    logits, _, labels, _ = inputs(40, 96, 96, spread=2.0)
+    options = {"label_smoothing": 0.3, "reduction": "sum", "z_loss": z_loss, "needs": (True,) * 3}
+    tokens = torch.arange(40, device=DEVICE)
+    eye = torch.eye(96, device=DEVICE)
+    ours = {"impl": "triton", **options, **mode}
+    of_hidden = gradients(ours.pop("impl"), logits, eye, labels, **ours)[1]
+    expected = gradients("reference", logits, eye, labels, **options)[1]
+    right = expected[tokens, labels]
+    torch.testing.assert_close(of_hidden[tokens, labels], right, rtol=1e-4, atol=1e-5)
+
+    ours = {"impl": "triton", **options, **mode}
+    eye = torch.eye(40, device=DEVICE)
+    of_weight = gradients(ours.pop("impl"), eye, logits.T.contiguous(), labels, **ours)[2]
+    torch.testing.assert_close(of_weight[labels, tokens], right, rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture
 def product_rows(monkeypatch):
     """The rows of each product for dE, in the order in which they are made."""
@@ -158,7 +179,7 @@ def product_rows(monkeypatch):
 
     for module, name in (
         (grad_in_forward, "matmul_fp32"),
-        (recompute_backward, "recompute_dlogits"),
+        (recompute_backward, "recompute_dproduct"),
     ):
         monkeypatch.setattr(module, name, noting_rows(getattr(module, name)))
     return rows

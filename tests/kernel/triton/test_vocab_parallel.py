@@ -116,7 +116,7 @@ def chunk_alike(rank):
     """The chunked path joins each chunk's sums; on a GPU the rows say how large a chunk is."""
     hidden, weight, labels, _ = inputs(20, 32 + (rank == 0), 16)
     tensors = InputTensors(hidden, weight.as_subclass(LikeOnCuda), labels, None, None, None)
-    shard = Shard(dist.group.WORLD, first_entry=33 * rank, total=65)
+    shard = Shard(dist.group.WORLD, first_entry=33 * rank, entries=65)
     chunked.GPU_CHUNK_LOGITS = 200 * 33
     assert chunked._chunk_tokens(tensors.with_options(Options(), shard)) == 200
 

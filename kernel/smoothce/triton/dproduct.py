@@ -1,9 +1,8 @@
-"""What both exact gradients are made of: S = ∂loss/∂product of a tile, from saved probabilities or
-from the product again; matrix products in fp32; and the rows of dE from their sums.
+"""What both exact gradients are made of: S = ∂loss/∂(E Cᵀ) of a tile, from saved probabilities or
+from the product E Cᵀ again; matrix products in fp32; and the rows of dE from their sums.
 
-    S_iv = (a_i p_iv − b_i ((1−β) [v = y_i] + β u_v)) · ∂logit/∂product
-
-with `tokens.Coefficients` a and b. `grad_in_forward` and `recompute_backward` build on this.
+`tokens.Coefficients` defines S, which is called `dproduct` in names. `grad_in_forward` and
+`recompute_backward` build on this.
 """
 
 import torch
@@ -16,8 +15,8 @@ from smoothce.triton.forward import SavedProbabilities
 from smoothce.triton.tiles import base2_logits, descriptor, product_tile, programs, slope
 from smoothce.triton.tokens import Coefficients, LossCall, PackedTokens
 
-# Whether this PyTorch takes 16-bit factors to an fp32 product.
-MIXED = "dtype_out" in torch.ops.aten.addmm.overloads()
+# Whether this PyTorch has matrix products of 16-bit factors in fp32.
+HAS_FP32_OUT = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 CONVERT_PROGRAMS = 16  # programs of `convert_kernel` to the rows of a token tile
 
@@ -27,16 +26,16 @@ LEAST_PROBABILITY = tl.constexpr(1e-38)
 
 
 @triton.jit
-def store_dlogits(
+def store_dproduct(
     probabilities, logits,  # of the tile, base-2 logits
-    entries, rows, columns,  # its entries of the vocabulary, its tokens, its columns in dlogits
+    entries, rows, columns,  # its entries of the vocabulary, its tokens, its columns in dproduct
     labels, softmax_coefficients, label_coefficients, smoothing_target,
-    dlogits, stride,  # written
+    dproduct, stride,  # written
     n_rows, V, uniform_smoothing, smoothing, scale, softcap,
 ):  # fmt: skip
-    """Store S of a tile; it is 0 for tokens without a label, whose coefficients are 0.
+    """Store S of a tile; it is 0 for masked tokens, whose coefficients are 0.
 
-    `uniform_smoothing` is β u_v where u is uniform."""
+    `smoothing` is β, and `uniform_smoothing` is β u_v where u is uniform."""
     known = rows < n_rows
     label = tl.load(labels + rows, mask=known, other=-1)
     label_coefficient = tl.load(label_coefficients + rows, mask=known, other=0.0)[:, None]
@@ -48,16 +47,16 @@ def store_dlogits(
         s -= label_coefficient * uniform_smoothing
     s = tl.where(label[:, None] == entries[None, :], s - label_coefficient * (1.0 - smoothing), s)
     s *= scale if softcap is None else slope(logits, scale, softcap)
-    # entries past the chunk are never read
-    pointers = dlogits + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    tl.store(pointers, s.to(dlogits.dtype.element_ty), mask=known[:, None])
+    # Entries past the chunk are never read.
+    pointers = dproduct + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(pointers, s.to(dproduct.dtype.element_ty), mask=known[:, None])
 
 
 @triton.jit(do_not_specialize=["n_rows", "chunk"])
 def recompute_kernel(
     hidden, weight, bias, smoothing_target,  # (n_rows, D) packed, (V, D), (V,) or None twice
     labels, lses2, softmax_coefficients, label_coefficients,  # (n_rows,) each
-    dlogits,  # written: S of entries [first_entry, first_entry + chunk)
+    dproduct,  # written: S of entries [first_entry, first_entry + chunk)
     n_rows, V, first_entry, chunk, stride,
     uniform_smoothing, smoothing, scale, softcap, D: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
@@ -81,10 +80,10 @@ def recompute_kernel(
         rows = row + tl.arange(0, ROWS)
         lse2 = tl.load(lses2 + rows, mask=rows < n_rows, other=float("inf"))
         probabilities = tl.exp2(logits - lse2[:, None])
-        store_dlogits(
+        store_dproduct(
             probabilities, logits, entries, rows, column + tl.arange(0, WIDTH),
             labels, softmax_coefficients, label_coefficients, smoothing_target,
-            dlogits, stride, n_rows, V, uniform_smoothing, smoothing, scale, softcap,
+            dproduct, stride, n_rows, V, uniform_smoothing, smoothing, scale, softcap,
         )  # fmt: skip
 
 
@@ -105,14 +104,14 @@ def convert_kernel(
     offset2 = tl.load(tile_offsets2 + tl.program_id(0) * padded + rows, mask=valid, other=0.0)
     logits = tl.log2(tl.maximum(probabilities, LEAST_PROBABILITY)) + offset2[:, None]
     probabilities *= tl.exp2(offset2 - tl.load(lses2 + rows, mask=valid, other=0.0))[:, None]
-    store_dlogits(
+    store_dproduct(
         probabilities, logits, entries, rows, entries,
         labels, softmax_coefficients, label_coefficients, smoothing_target,
         memory, stride, n_rows, V, uniform_smoothing, smoothing, scale, softcap,
     )  # fmt: skip
 
 
-def convert_to_dlogits(
+def convert_to_dproduct(
     call: LossCall,
     tokens: PackedTokens,
     coefficients: Coefficients,
@@ -146,7 +145,7 @@ def convert_to_dlogits(
     )
 
 
-def recompute_dlogits(
+def recompute_dproduct(
     call: LossCall,
     packed: Tensor,  # (n, D)
     tokens: PackedTokens,
@@ -167,7 +166,7 @@ def recompute_dlogits(
         lses2=tokens.lse2,
         softmax_coefficients=coefficients.softmax,
         label_coefficients=coefficients.label,
-        dlogits=out,
+        dproduct=out,
         n_rows=len(packed),
         V=len(inputs.weight),
         first_entry=start,
@@ -187,14 +186,14 @@ def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a · b in fp32, summed in it where this PyTorch can."""
     if a.dtype == torch.float32 or not a.is_cuda:
         return a.float() @ b.float()
-    if MIXED:
+    if HAS_FP32_OUT:
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
 
 
 def add_matmul_fp32(sums: Tensor, a: Tensor, b: Tensor) -> None:
     """sums += a · b, in fp32."""
-    if a.dtype != torch.float32 and a.is_cuda and MIXED:
+    if a.dtype != torch.float32 and a.is_cuda and HAS_FP32_OUT:
         torch.ops.aten.addmm.dtype_out(sums, a, b, torch.float32, out=sums)
     else:
         sums += matmul_fp32(a, b)
@@ -207,7 +206,7 @@ def spread_hidden_kernel(
     out,  # (n, D) in the caller's order, written; 0 where a token is masked
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: dE_i is its sum, at the token's place in the caller's order."""
+    """One token: dE_i is its sum, written at the token's place in the caller's order."""
     place = tl.program_id(0).to(tl.int64)
     out_row = tl.load(order + place).to(tl.int64)
     valid_columns = tl.where(place < tl.load(valid_count), D, 0)
@@ -256,7 +255,7 @@ def finish_hidden_kernel(
         tl.store(out + out_row * D + columns, gradient.to(out.dtype.element_ty), mask=columns < D)
 
 
-def write_hidden_from_dlogits(
+def write_hidden_from_dproduct(
     tokens: PackedTokens,
     sums: Tensor,  # (n or more, D) fp32 Σ_v S_iv C_v
     out: Tensor,  # (n, D), written
