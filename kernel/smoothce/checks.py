@@ -17,6 +17,9 @@ from smoothce.options import Inputs, InputTensors
 from smoothce.vocab_parallel import shards_agree
 
 REQUIRED = ("hidden", "weight", "labels")
+# What hidden states and the classifier may be in. `options.accumulation_dtype` says where a new one
+# goes.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensors(**tensors: Tensor | None) -> None:
@@ -72,6 +75,7 @@ def check_values(inputs: Inputs) -> None:
     """Raises ValueError or IndexError for numbers that the loss cannot take. On a GPU the device
     raises, since the host must not wait for it."""
     tensors = inputs.tensors
+    # A rank's part of a target does not sum to 1. What all parts sum to would take a collective.
     if tensors.smoothing_target is not None and inputs.shard is None:
         _check_distribution(tensors.smoothing_target)
     _check_labels(tensors.labels, inputs.vocabulary, inputs.options.ignore_index)
@@ -101,15 +105,18 @@ def _check_target_shape(smoothing_target: Tensor, entries: int) -> None:
 
 
 def _check_distribution(smoothing_target: Tensor) -> None:
-    total = smoothing_target.sum(dtype=torch.float64)
-    fine = (smoothing_target >= 0).all() & ((total - 1).abs() < 1e-3)
+    mass = smoothing_target.sum(dtype=torch.float64)
+    fine = (smoothing_target >= 0).all() & ((mass - 1).abs() < 1e-3)
     _require(fine, "smoothing_target must be a distribution: 0 or more each, 1 in all")
 
 
 def _check_dtypes(tensors: InputTensors) -> None:
     dtype = tensors.hidden.dtype
-    if not dtype.is_floating_point:
-        raise TypeError(f"hidden must be floating point, not {dtype}")
+    if dtype not in DTYPES:
+        raise TypeError(
+            f"hidden must be float16, bfloat16, float32 or float64, not {dtype}: give "
+            "hidden.to(torch.bfloat16), and weight in the same dtype"
+        )
     if tensors.weight.dtype != dtype:
         raise TypeError(f"weight must have hidden's dtype {dtype}, not {tensors.weight.dtype}")
     bias = tensors.bias

@@ -16,8 +16,10 @@ next but what it returns. `OperatorCall.step` says which of three things a run i
     backward                the gradients for the upstream gradients that are given, from the inputs
                             anew
 
-Tensors are the operator's positional arguments, everything else is a keyword. Its schema has the
-names and types of `OperatorTensors`, `Options` and `OperatorOutputs`.
+In the operator's schema the fields of `OperatorTensors` are positional arguments and everything
+else is a keyword. PyTorch hands the operator's functions all tensors in the schema's order, also
+those that `call_operator` and `backward` pass by name. The schema has the names and types of
+`OperatorTensors`, `Options` and `OperatorOutputs`.
 """
 
 import dataclasses
@@ -40,6 +42,7 @@ from smoothce.options import (
     Needs,
     Options,
     accumulation_dtype,
+    lacks_gradient_range,
     option_types,
 )
 
@@ -175,9 +178,9 @@ class OperatorCall:
         options = self.options.values
         if not any(self.needs) or options["reduction"] == "none" or options["return_lse"]:
             return "forward"
-        if self.tensors.hidden.dtype == torch.float16:
-            # The gradients leave the operator in fp16, which has no range for them before a
-            # gradient scaler's factor. (`chunked` alone holds them in fp32 until then.)
+        if lacks_gradient_range(self.tensors.hidden.dtype):
+            # The operator returns gradients in the inputs' dtype. (In an eager call `chunked` holds
+            # them in fp32 until the backward, so that it can make them in the forward.)
             return "forward"
         return "forward with gradients"
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from smoothce.checks import check_tensors
+from smoothce.checks import DTYPES, check_tensors
 from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import TokenStatistics, accumulation_dtype, is_number
 
@@ -46,7 +46,7 @@ def token_statistics(
         if softcap is not None:
             softcap = softcap / divisor
         logit_scale = (1.0 if logit_scale is None else logit_scale) / divisor
-        if bias is not None:
+        if bias is not None and bias.dtype in DTYPES:  # one in another dtype the loss refuses
             bias = bias.to(accumulation_dtype(bias.dtype)) / divisor
     _, statistics = linear_cross_entropy(
         hidden,

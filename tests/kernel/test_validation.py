@@ -1,10 +1,12 @@
 """Bad input: one message that names what was given and what was expected. And signatures."""
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ HIDDEN = torch.randn(4, 8)
 WEIGHT = torch.randn(10, 8)
 LABELS = torch.tensor([0, 9, -100, 3])
 WHOLE_NUMBERS = {"hidden": HIDDEN.long(), "weight": WEIGHT.long()}
+FP8 = {"hidden": HIDDEN.to(torch.float8_e4m3fn), "weight": WEIGHT.to(torch.float8_e4m3fn)}
 
 
 def assert_refused(change, error, message):
@@ -79,7 +82,10 @@ def test_a_tensor_of_another_shape_or_device(change, message):
         ({"bias": torch.zeros(10, dtype=torch.float16)}, "bias .*torch.float32, not torch.float16"),
         ({"labels": LABELS.float()}, "labels .*not torch.float32"),
         ({"labels": LABELS.to(torch.int16)}, "labels .*not torch.int16"),
-        (WHOLE_NUMBERS, "hidden .*floating point"),
+        (WHOLE_NUMBERS, "hidden .*float16, .*float64, not torch.int64"),
+        (FP8, r"hidden .*float16, .*not torch.float8_e4m3fn: .*hidden.to\(torch.bfloat16\)"),
+        ({**FP8, "hidden": HIDDEN}, "weight .*torch.float32, not torch.float8_e4m3fn"),
+        ({"bias": torch.zeros(10).to(torch.float8_e5m2)}, "bias .*not torch.float8_e5m2"),
     ],
 )
 def test_a_tensor_of_another_type(change, message):
@@ -140,6 +146,14 @@ def test_statistics_refuse_a_temperature_out_of_range(temperature):
         smoothce.token_statistics(HIDDEN, WEIGHT, temperature=temperature)
 
 
+def test_statistics_refuse_fp8():
+    with pytest.raises(TypeError, match=r"not torch\.float8_e4m3fn"):
+        smoothce.token_statistics(**FP8)
+    bias = torch.zeros(10).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"bias .*not torch\.float8_e4m3fn"):
+        smoothce.token_statistics(HIDDEN, WEIGHT, bias=bias, temperature=2.0)
+
+
 def test_statistics_refuse_what_is_no_tensor():
     with pytest.raises(TypeError, match="hidden must be a tensor, not list"):
         smoothce.token_statistics([1.0], WEIGHT)
@@ -156,6 +170,7 @@ def test_statistics_refuse_what_is_no_tensor():
         ({"weight": WEIGHT.to("meta")}, ValueError),
         ({"hidden": HIDDEN[:, :7]}, ValueError),
         (WHOLE_NUMBERS, TypeError),
+        (FP8, TypeError),
         ({"bias": torch.zeros(9)}, ValueError),
         ({"bias": torch.zeros(10, dtype=torch.float16)}, TypeError),
         ({"smoothing_target": torch.full((9,), 1 / 9)}, ValueError),
@@ -199,10 +214,68 @@ def test_explain_names_the_implementation_and_the_reason():
     assert chosen.startswith("chunked: triton is not used because ")
 
 
+def guide_to_a_new_option():
+    """The names under each module in the guide's tables, by module."""
+    names: dict[str, set[str]] = {}
+    module = None
+    for line in Options.__doc__.splitlines():
+        row = re.match(r"^ {10}(\S+) +(`.*)$", line)
+        continued = re.match(r"^ {20,}(`.*)$", line)
+        if row:
+            module = row[1]
+            names.setdefault(module, set()).update(re.findall(r"`(\w+)`", row[2]))
+        elif continued and module:
+            names[module].update(re.findall(r"`(\w+)`", continued[1]))
+        else:
+            module = None
+    return names
+
+
 def test_the_guide_to_a_new_option_names_what_there_is():
-    rows = re.findall(r"^ +((?:triton\.)?\w+)  +(`.*)$", Options.__doc__, re.MULTILINE)
-    assert len(rows) == 6
-    for module, names in rows:
+    guide = guide_to_a_new_option()
+    assert {"reference", "chunked", "triton.forward", "triton.filter_kernels"} <= set(guide)
+    for module, names in guide.items():
         source = inspect.getsource(importlib.import_module(f"smoothce.{module}"))
-        for name in re.findall(r"`(\w+)`", names):
+        for name in names:
             assert re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE), (module, name)
+
+
+# Modules that hand options on, or check them, and compute nothing with them.
+HANDING_ON = {"options", "linear_cross_entropy", "compile_operator"}
+
+
+def functions_that_compute_with(names):
+    """(module, function or class) of every expression with one of these names as an operand."""
+    package = Path(smoothce.__file__).parent
+    found = set()
+    for file in [*package.glob("*.py"), *package.glob("triton/*.py")]:
+        module = ".".join(file.relative_to(package).with_suffix("").parts)
+        if module in HANDING_ON:
+            continue
+        for owner, operand in operands_of(ast.parse(file.read_text()), None):
+            name = getattr(operand, "id", None) or getattr(operand, "attr", None)
+            if name in names:
+                found.add((module, owner))
+    return found
+
+
+def operands_of(node, owner, in_class=None):
+    """Each operand under the node, with the function around it; for `__init__` the class."""
+    if isinstance(node, ast.ClassDef):
+        in_class = node.name
+    if isinstance(node, ast.FunctionDef):
+        owner = in_class if node.name == "__init__" else node.name
+    for child in ast.iter_child_nodes(node):
+        if isinstance(node, ast.BinOp | ast.AugAssign | ast.Compare):
+            yield owner, child
+        yield from operands_of(child, owner, in_class)
+
+
+@pytest.mark.parametrize("names", [{"z_loss", "lift"}, {"softcap"}], ids=str)
+def test_the_guide_to_a_new_option_leaves_nothing_out(names):
+    """Whatever computes with an option of each kind is a place for the next one."""
+    guide = guide_to_a_new_option()
+    computing = functions_that_compute_with(names)
+    assert len(computing) > 5
+    missing = {(module, name) for module, name in computing if name not in guide.get(module, ())}
+    assert missing == set()

@@ -3,8 +3,10 @@
 The choice follows from shapes and options alone, so that equal calls give equal bits. Where ranks
 share a vocabulary, it follows from the rank that has most of it, so that all ranks choose the same
 and take part in the same collectives. `threshold` says whether gradients are filtered, `plan_for`
-chooses the way, `describe` puts it into words for `smoothce.explain`. One choice is made elsewhere:
-whether a filtered call makes its gradients in the forward (`filtered.makes_gradients_in_forward`).
+chooses the way, `describe` puts it into words for `smoothce.explain`. Two choices are made
+elsewhere: whether a filtered call makes its gradients in the forward
+(`filtered.makes_gradients_in_forward`), and which pairs of a token and a block the filter computes
+(`filter_plan`).
 """
 
 import math
@@ -14,7 +16,7 @@ import torch
 from triton import cdiv
 from typing_extensions import assert_never  # not yet in Python 3.10's typing
 
-from smoothce.options import Inputs, Needs
+from smoothce.options import Inputs, Needs, lacks_gradient_range
 from smoothce.triton.tokens import LossCall
 
 # filter_eps="auto" is AUTO_EPS · V^(-1/4): 2^-8.3 at 256,000 entries and 2^-7.6 at 32,768, which
@@ -22,7 +24,7 @@ from smoothce.triton.tokens import LossCall
 AUTO_EPS = 2.0**-8.3 * 256000**0.25
 LEAST_FILTERED_ENTRIES = 8192  # with fewer there is too little to skip: "auto" is exact
 
-BUSY_TOKENS = 2048  # tokens whose products keep a GPU busy, or D where that is more
+BUSY_TOKENS = 2048  # tokens whose products keep a GPU busy
 LEAST_TOKENS = 512  # fewer at a time cost more than computing logits twice
 MOST_ROUNDINGS = 8  # most parts after each of which dC is rounded; more are summed in fp32
 
@@ -42,7 +44,7 @@ class GradientPlan(NamedTuple):
     """How a call makes its gradients."""
 
     mode: Mode
-    reason: str
+    reason: str = ""  # why the forward makes none: of "none" and "recompute_backward" alone
     # Of "grad_in_forward" alone:
     part_tokens: int = 0  # tokens whose probabilities the workspace holds at a time: whole tiles
     sum_in_fp32: bool = False  # whether dC is summed in fp32 over the parts
@@ -54,10 +56,10 @@ def threshold(inputs: Inputs, needs: Needs) -> float | None:
     "auto" follows from the entries of the whole vocabulary and of the rank that has most of them.
     The filter adds with atomics, in an order that depends on timing. It makes no gradient of a
     bias, knows no upstream gradient of the log-sum-exps, and its factors need more range than fp16
-    has."""
+    has. What it makes under a softcap is biased, which `describe` says."""
     if torch.are_deterministic_algorithms_enabled():
         return None
-    if inputs.options.return_lse or needs.bias or inputs.hidden.dtype == torch.float16:
+    if inputs.options.return_lse or needs.bias or lacks_gradient_range(inputs.hidden.dtype):
         return None
     eps = inputs.options.filter_eps
     if not isinstance(eps, str):
@@ -73,20 +75,16 @@ def plan_for(call: LossCall) -> GradientPlan:
     if not any(call.needs):
         return GradientPlan("none", "no input needs a gradient")
     if call.eps is not None:
-        return GradientPlan("filtered", "filter_eps asks for it")
+        return GradientPlan("filtered")
     reason = reason_to_recompute(call)
     if reason is not None:
         return GradientPlan("recompute_backward", reason)
     capacity = workspace_capacity(call)
+    if capacity.tokens < least_tokens(call):
+        return GradientPlan("recompute_backward", reason_of_small_workspace(call))
     n = len(call.inputs.labels)
-    if capacity.tokens < min(n, LEAST_TOKENS):
-        workspace = call.inputs.options.workspace
-        return GradientPlan(
-            "recompute_backward", f"a workspace of {workspace} bytes holds too few probabilities"
-        )
     return GradientPlan(
         "grad_in_forward",
-        "a workspace holds probabilities of some tokens",
         part_tokens=tokens_of_equal_parts(n, capacity.tokens, call.tiles.rows),
         sum_in_fp32=capacity.sum_in_fp32,
     )
@@ -98,7 +96,7 @@ def reason_to_recompute(call: LossCall) -> str | None:
     options = call.inputs.options
     if options.workspace == 0:
         return "workspace is 0"
-    if call.inputs.hidden.dtype == torch.float16:
+    if lacks_gradient_range(call.inputs.hidden.dtype):
         return "fp16 has no range for gradients before a gradient scaler's factor"
     if options.return_lse:
         return "the log-sum-exps have an upstream gradient of their own"
@@ -115,39 +113,88 @@ def reason_to_recompute(call: LossCall) -> str | None:
 class Capacity(NamedTuple):
     """What the workspace has room for."""
 
-    tokens: int  # whose probabilities it holds, at most
+    tokens: int  # whose probabilities it holds at a time, at most
     sum_in_fp32: bool  # whether dC is summed in fp32 beside them
 
 
 def workspace_capacity(call: LossCall) -> Capacity:
-    """What `workspace` asks for, in tokens."""
+    """For how many tokens at a time the option `workspace` leaves room, and whether the parts' dC
+    is summed in fp32.
+
+    In 16 bits dC is rounded after each part of the tokens. Where that would be more than
+    MOST_ROUNDINGS times, it is summed in fp32 instead, and the sums take some of the bytes that
+    were asked for. Small things are not counted: the rows of u, one offset for each token and
+    block, and a part's hidden states and products."""
     n = len(call.inputs.labels)
     d = call.inputs.weight.shape[1]
-    size = call.inputs.weight.element_size()
     workspace = call.inputs.options.workspace
-    fp32_sums_help = size < 4 and call.needs.weight
 
     if isinstance(workspace, str):  # "auto"
         if not call.needs.weight:
             return Capacity(BUSY_TOKENS, sum_in_fp32=False)
+        # The probabilities of D tokens take as many bytes as dC.
         few = max(d, BUSY_TOKENS)
         quarter = max(cdiv(n, 4), few)
         if quarter > 3 * few:  # then fp32 sums and few tokens at a time take less
-            return Capacity(few, fp32_sums_help)
+            return Capacity(few, has_fp32_sums(call))
         return Capacity(quarter, sum_in_fp32=False)
 
-    bytes_per_token = call.most_blocks * call.tiles.width * size
-    most = workspace // bytes_per_token
-    if most and cdiv(n, most) > MOST_ROUNDINGS and fp32_sums_help:
-        fp32_weight_bytes = 4 * call.inputs.most_rows * d
-        most_beside_sums = max(workspace - fp32_weight_bytes, 0) // bytes_per_token
-        return Capacity(most_beside_sums, sum_in_fp32=True)
+    most = workspace // bytes_of_token(call)
+    if most and cdiv(n, most) > MOST_ROUNDINGS and has_fp32_sums(call):
+        beside_sums = max(workspace - bytes_of_fp32_sums(call), 0)
+        return Capacity(beside_sums // bytes_of_token(call), sum_in_fp32=True)
     return Capacity(most, sum_in_fp32=False)
 
 
+def has_fp32_sums(call: LossCall) -> bool:
+    """Whether dC is summed in fp32 where it has many parts: it is wanted, and in 16 bits."""
+    return call.needs.weight and call.inputs.weight.element_size() < 4
+
+
+def bytes_of_token(call: LossCall) -> int:
+    """The bytes of one token's probabilities in the workspace, on the rank that has most."""
+    return call.most_blocks * call.tiles.width * call.inputs.weight.element_size()
+
+
+def bytes_of_fp32_sums(call: LossCall) -> int:
+    """The bytes of dC in fp32, on the rank that has most."""
+    return 4 * call.inputs.most_rows * call.inputs.weight.shape[1]
+
+
+def least_tokens(call: LossCall) -> int:
+    """How many tokens at a time the gradients are made of in the forward, at least."""
+    return min(len(call.inputs.labels), LEAST_TOKENS)
+
+
+def reason_of_small_workspace(call: LossCall) -> str:
+    """What a workspace of too few bytes lacks, and how many would be enough."""
+    workspace = call.inputs.options.workspace
+    assert isinstance(workspace, int)  # "auto" is always enough
+    n = len(call.inputs.labels)
+    least = least_tokens(call)
+    most = workspace // bytes_of_token(call)
+    # As many tokens at a time that no more roundings are needed, or fewer and fp32 sums.
+    enough = max(cdiv(n, MOST_ROUNDINGS), least) * bytes_of_token(call)
+    if not has_fp32_sums(call):
+        enough = least * bytes_of_token(call)
+    else:
+        enough = min(enough, least * bytes_of_token(call) + bytes_of_fp32_sums(call))
+    remedy = f"workspace={enough} or more is enough"
+    if most < least:
+        return (
+            f"a workspace of {workspace} bytes holds the probabilities of {most} tokens, and "
+            f"{least} are the least at a time; {remedy}"
+        )
+    return (
+        f"a workspace of {workspace} bytes has no room for fp32 sums beside the probabilities: "
+        f"{n} tokens would take {cdiv(n, most)} parts, and more than {MOST_ROUNDINGS} parts take "
+        f"dC's sums in fp32, of {bytes_of_fp32_sums(call)} bytes; {remedy}"
+    )
+
+
 def tokens_of_equal_parts(n: int, most: int, tile_rows: int) -> int:
-    """The size of the fewest equal parts of n tokens, in whole tiles, that have at most so many: of
-    one tile where that is more already."""
+    """The size of a part, in tokens, where n tokens are cut into the fewest equal parts of whole
+    tiles with at most `most` tokens each. A part has one tile at least."""
     most = max(most, tile_rows)
     parts = 1
     while True:
@@ -171,13 +218,21 @@ def describe(call: LossCall) -> str:
         case "none":
             return f"one product, for {plan.reason}"
         case "filtered":
-            return "some of the gradient's blocks are computed, small ones drawn at random"
+            return describe_filter(call)
         case "recompute_backward":
             return f"{products + 1} products or a little less, for {plan.reason}"
         case "grad_in_forward":
             return describe_workspace(call, plan, products)
         case _:
             assert_never(plan.mode)
+
+
+def describe_filter(call: LossCall) -> str:
+    """What the filter computes, and where it is not right on average, in words."""
+    words = "some of the gradient's blocks are computed, small ones drawn at random"
+    if call.inputs.options.softcap is not None:
+        words += "; under a softcap the gradient is biased; filter_eps=None is exact"
+    return words
 
 
 def describe_workspace(call: LossCall, plan: GradientPlan, products: int) -> str:

@@ -1,11 +1,13 @@
 """Which way gradients are made, from shapes and options alone; what `explain` says of it."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from loss_check import DEVICE
 
-from smoothce import explain
+from smoothce import explain, linear_cross_entropy
 from smoothce.options import InputTensors, Needs, Options
 from smoothce.triton import plan
 from smoothce.triton.tiles import Tiles
@@ -58,7 +60,7 @@ def test_what_is_made_in_the_forward(n, shape, options, part_tokens, sum_in_fp32
     ("options", "mode", "reason"),
     [
         ({"workspace": 0}, "recompute_backward", "workspace is 0"),
-        ({"workspace": 2**26}, "recompute_backward", "67108864 bytes holds too few"),
+        ({"workspace": 2**26}, "recompute_backward", "holds the probabilities of 131 tokens"),
         ({"dtype": torch.float16}, "recompute_backward", "fp16"),
         ({"return_lse": True}, "recompute_backward", "log-sum-exps"),
         ({"reduction": "none"}, "recompute_backward", "each token has an upstream gradient"),
@@ -74,6 +76,30 @@ def test_what_is_not_made_in_the_forward(options, mode, reason):
     assert reason in chosen.reason
 
 
+BYTES_OF_A_TOKEN = 2 * GEMMA[0]  # its probabilities in bf16
+
+
+@pytest.mark.parametrize(
+    ("n", "tokens", "reason"),
+    [
+        (8192, 511, "of 511 tokens, and 512 are the least at a time; workspace=524288000 or more"),
+        (8192, 700, "8192 tokens would take 12 parts, .* sums in fp32, of 2359296000 bytes"),
+        (8192, 1023, "8192 tokens would take 9 parts, .* workspace=524288000 or more"),
+        (2**20, 5000, "1048576 tokens would take 210 parts, .* workspace=2621440000 or more"),
+        (100, 60, "of 60 tokens, and 100 are the least at a time; workspace=51200000 or more"),
+    ],
+)
+def test_the_reason_says_what_a_workspace_lacks(n, tokens, reason):
+    """And the number of bytes that it names is the least that is enough."""
+    workspace = tokens * BYTES_OF_A_TOKEN
+    chosen = plan_of(n, *GEMMA, workspace=workspace)
+    assert chosen.mode == "recompute_backward"
+    assert re.search(f"a workspace of {workspace} bytes .*{reason}", chosen.reason)
+    enough = int(re.search(r"workspace=(\d+) or more", chosen.reason)[1])
+    assert plan_of(n, *GEMMA, workspace=enough).mode == "grad_in_forward"
+    assert plan_of(n, *GEMMA, workspace=enough - 1).mode == "recompute_backward"
+
+
 def test_a_part_has_a_tile_of_tokens_however_little_was_asked_for():
     assert plan.tokens_of_equal_parts(100, 8, tile_rows=16) == 16
     assert plan.tokens_of_equal_parts(10, 8, tile_rows=16) == 16
@@ -86,6 +112,7 @@ def test_a_part_has_a_tile_of_tokens_however_little_was_asked_for():
         ({"workspace": 0}, "4 products or a little less, for workspace is 0"),
         ({"softcap": 50.0}, "4 products or a little less, for a softcap over 43.3 lets"),
         ({"filter_eps": 0.1}, "drawn at random"),
+        ({"filter_eps": 0.1, "softcap": 30.0}, "under a softcap the gradient is biased"),
     ],
 )
 def test_explain_tells_products_and_bytes(options, words):
@@ -114,3 +141,15 @@ def test_explain_tells_products_of_frozen_inputs(needs, workspace, products):
     bias = torch.zeros(300, device=DEVICE, requires_grad="bias" in needs)
     said = explain(hidden, weight, bias=bias, impl="triton", workspace=workspace)
     assert f" {products}" in said
+
+
+def test_a_bias_of_the_filter_is_said_where_it_is_and_nowhere_else():
+    """Under a softcap, wherever a user reads of the filter."""
+    hidden = torch.zeros(700, 16, device=DEVICE, requires_grad=True)
+    weight = torch.zeros(300, 16, device=DEVICE, requires_grad=True)
+    with_softcap = explain(hidden, weight, impl="triton", filter_eps=0.1, softcap=30)
+    assert with_softcap.endswith("under a softcap the gradient is biased; filter_eps=None is exact")
+    without = explain(hidden, weight, impl="triton", filter_eps=0.1)
+    assert "biased" not in without
+    documented = " ".join(linear_cross_entropy.__doc__.split())
+    assert "Under a softcap the filtered gradient is biased" in documented
