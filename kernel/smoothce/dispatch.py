@@ -1,4 +1,5 @@
-"""Which implementation computes a call: by name, or the fastest that can serve it."""
+"""Which implementation computes a call: by name, or the fastest that can serve it. It runs with
+autocast switched off, on inputs that `autocast` has cast as autocast would."""
 
 import functools
 import importlib
@@ -14,7 +15,32 @@ from smoothce.options import Inputs, LossOutput, accumulation_dtype
 class Implementation(Protocol):
     """The functions that a module needs to be listed in `IMPLEMENTATIONS`.
 
-    Each is a plain function of the module, which stands in the place of `self`."""
+    Each is a plain function of the module, which stands in the place of `self`. A new
+    implementation is listed there, and under `impl` in the docstring of `linear_cross_entropy`.
+    Listing it does not make "auto" take it: `_choose_automatically` and the warning in `run` name
+    those that it takes. `compile_operator` needs nothing for it.
+
+    What `loss` has to keep, beside the values of `reference.loss`:
+
+    - A masked token has 0 everywhere and -1 as its argmax (`LossOutput`), and its hidden state may
+      hold NaN, which must reach no output and no gradient.
+    - Where every token is masked, or their weights are 0, a mean is 0 and so is its gradient
+      (`Inputs.loss_scale`).
+    - An entry whose bias is −∞ has probability 0, and no part in Σ_v u_v z_v where u_v is 0.
+    - A split vocabulary (`inputs.shard`) is served, or refused by `unsupported`. All ranks take
+      part in the same collectives, so that they choose by `Inputs.most_rows` and `least_rows`.
+    - No gradient is made that is not wanted (`InputTensors.needs`). Each has its input's dtype;
+      autograd casts one that is wider.
+    - It is differentiable once, in the log-sum-exps too where `return_lse` asks for them. A second
+      derivative is right, or raises RuntimeError (`autograd_tools.once_differentiable`).
+    - A second backward through a retained graph gives the same gradients, also where the first ones
+      were changed in place (`autograd_tools.graph_is_kept`).
+    - The backward switches autocast off by itself: here it is off around the forward alone.
+    - What it cannot serve it refuses by `unsupported`, before anything is computed.
+
+    Its tests: `check(impl=...)` of tests/helpers/loss_check.py, and the lists of implementations or
+    modes in tests/kernel: test_dtypes, test_token_statistics, test_compiled, and of
+    tests/kernel/triton: test_gradients and test_vocab_parallel."""
 
     def loss(self, inputs: Inputs) -> LossOutput:
         """The loss of checked inputs; differentiable in hidden, weight and bias."""

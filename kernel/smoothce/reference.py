@@ -1,6 +1,7 @@
 """The definition of the loss: dense logits in fp32 (fp64 for fp64 inputs), and plain autograd.
 
-Every other implementation is tested against this one, and this one against PyTorch.
+Every other implementation is tested against this one, and this one against `F.cross_entropy`, for
+every option that changes the loss (tests/kernel/test_reference.py).
 """
 
 import torch

@@ -83,6 +83,29 @@ def test_the_gradient_of_an_fp32_bias_has_its_precision(options, dtype, impl, lo
     assert error(found, exact) < 1e-6
 
 
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_a_target_and_weights_are_rounded_to_fp32_beside_fp64(impl):
+    """As the docstring says: in fp64 they make the loss that they make in fp32, bit for bit."""
+    hidden, weight, labels, _ = inputs(12, 61, 16, torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(61, generator=generator, dtype=torch.float64).softmax(0).to(hidden)
+    weights = torch.rand(12, generator=generator, dtype=torch.float64).to(hidden)
+    options = {"label_smoothing": 0.1, "impl": impl}
+    found = linear_cross_entropy(
+        hidden, weight, labels, smoothing_target=target, token_weights=weights, **options
+    )
+    expected = linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        smoothing_target=target.float(),
+        token_weights=weights.float(),
+        **options,
+    )
+    assert found.dtype == torch.float64
+    assert torch.equal(found, expected)
+
+
 def bias_gradient(loss, hidden, weight, labels, bias, **options):
     """Of a loss times 3. The classifier wants a gradient too, as it does in training."""
     weight = weight.clone().requires_grad_()

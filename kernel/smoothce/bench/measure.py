@@ -5,8 +5,9 @@ memory and gradient error first, then the times, for which the methods take turn
 
 The hidden states, or features, are E (N, D), one row for each of N tokens; the weight, or
 classifier, is C (V, D), one row for each entry of the vocabulary. dE and dC are their gradients.
-Times have two units beside milliseconds. One is a single product E Cᵀ, timed beside every sample.
-The other is the bound, a method of its own: the three products that an exact gradient takes.
+The unit of times, beside milliseconds, is a single product E Cᵀ, timed beside every sample. The
+bound, the three products that an exact gradient takes, is a method with a row of its own. Nothing
+here divides by it.
 """
 
 import gc
@@ -289,8 +290,9 @@ def true_gradients(problem: Problem, beta: float) -> dict[str, Tensor]:
     """Gradients of the mean loss by the name of their input, in fp32, or fp64 for fp32 inputs.
 
     They are this package's chunked path, since a dense loss in the wider dtype would not fit. It
-    may be trusted here, as tests/kernel/test_chunked.py compares it with `F.cross_entropy`; of the
-    row "ours, chunked" the error shows rounding alone."""
+    may be trusted here: tests/kernel/test_chunked.py compares it with the reference, and
+    tests/kernel/test_reference.py the reference with `F.cross_entropy`. Of the row "ours, chunked"
+    the error shows rounding alone."""
     wider = torch.float64 if problem.hidden.dtype == torch.float32 else torch.float32
     hidden = problem.hidden.detach().to(wider).requires_grad_()
     weight = problem.weight.detach().to(wider).requires_grad_(problem.weight.requires_grad)
