@@ -211,8 +211,9 @@ class SmoothingRows:
     part of the products. There are none without smoothing, nor under a softcap.
 
     `smoothing_factor` times u is β u_v, where u is 1 for every entry if it is uniform, and so exact
-    in 16 bits. dC takes −β u_v s for s = Σ_i b_i E_i. In 16 bits u = u_hi + u_lo and
-    s = s_hi + s_lo are sums of two numbers, and of their product the smallest term is left out:
+    in 16 bits. dC takes u_v s for s = −smoothing_factor · scale · Σ_i b_i E_i. In 16 bits
+    u = u_hi + u_lo and s = s_hi + s_lo are sums of two numbers, and of their product the smallest
+    term is left out:
 
         u s ≈ u_hi s_hi + u_hi s_lo + u_lo s_hi
 
@@ -220,12 +221,13 @@ class SmoothingRows:
     that dC's product takes:
 
         row             of u    of s    of the bias's factors
-        U_HIGH_S_HIGH   u_hi    s_hi    Σ_i b_i
+        U_HIGH_S_HIGH   u_hi    s_hi    s_b
         U_HIGH_S_LOW    u_hi    s_lo    0
-        U_LOW_S_HIGH    u_lo    s_hi    Σ_i b_i
+        U_LOW_S_HIGH    u_lo    s_hi    s_b
 
-    dE takes Σ_v u_v C_v, for which the first and the last row are enough. The bias's factors have
-    no low part, since those of the tokens, w_i, are rounded to 16 bits once as well."""
+    where s_b = −smoothing_factor · Σ_i b_i, since the bias is added after the scale. It has no low
+    part, since the tokens' factors w_i beside it are rounded to 16 bits once as well. dE takes
+    Σ_v u_v C_v, for which the first and the last row are enough."""
 
     smoothing_factor: float  # of `LossCall`
     hidden_sum: Tensor  # (D,) fp32, Σ_i b_i E_i over the parts so far
@@ -263,15 +265,15 @@ class SmoothingRows:
         self.coefficient_sum += label_coefficients.sum()
 
     def write_factors(self, states: Tensor, weights: Tensor, scale: float) -> None:
-        """Write what dC's product and the bias's take beside the rows of u: −β Σ_i b_i E_i into the
-        first rows of `states`, (·, D), and −β Σ_i b_i into those of `weights`, (·,)."""
+        """Write what dC's product and the bias's take beside the rows of u: s into the first rows
+        of `states`, (·, D), and s_b into those of `weights`, (·,)."""
         s = -self.smoothing_factor * scale * self.hidden_sum
         states[U_HIGH_S_HIGH] = s  # which rounds it
         states[U_HIGH_S_LOW] = s - states[U_HIGH_S_HIGH].float()
         states[U_LOW_S_HIGH] = s
-        s_of_bias = -self.smoothing_factor * self.coefficient_sum
-        weights[U_HIGH_S_HIGH] = s_of_bias
-        weights[U_LOW_S_HIGH] = s_of_bias
+        s_b = -self.smoothing_factor * self.coefficient_sum
+        weights[U_HIGH_S_HIGH] = s_b
+        weights[U_LOW_S_HIGH] = s_b
 
 
 @dataclass
