@@ -58,14 +58,14 @@ class Segments:
         self.sizes = np.diff(starts, append=places)
         self._filled = np.flatnonzero(self.sizes)
         self._filled_starts = starts[self._filled]
+        self._segment_of_place = np.repeat(np.arange(len(starts)), self.sizes)
         self._are_single = bool((self.sizes == 1).all())
         # Where most segments are of one place, it is quicker to add the other places one by one.
         self._is_first: np.ndarray | None = None
         if len(self._filled) == len(starts) > places / 2:
             self._is_first = np.zeros(places, bool)
             self._is_first[starts] = True
-            segments = np.repeat(np.arange(len(starts)), self.sizes)
-            self._segment_of_others = segments[~self._is_first]
+            self._segment_of_others = self._segment_of_place[~self._is_first]
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Return the sums over segments, (R, B), of values (R, N)."""
@@ -84,7 +84,7 @@ class Segments:
 
     def spread(self, values: np.ndarray) -> np.ndarray:
         """Return a value for each place, (N,), from one of each segment, (B,)."""
-        return values if self._are_single else np.repeat(values, self.sizes)
+        return values if self._are_single else values.take(self._segment_of_place)
 
 
 class Binning:
@@ -105,15 +105,23 @@ class Binning:
         level = self._ordered_p.round(TIE_DECIMALS)
         starts = np.searchsorted(level, edges.round(TIE_DECIMALS), side="left")
         self._segments = Segments(np.concatenate([[0], starts]), len(p))
+        self._sums_of_p = self._segments.sum(self._ordered_p[None])
 
-    def of(self, came_true: np.ndarray, times: np.ndarray) -> Bins:
+    def of(self, came_true: np.ndarray, times: np.ndarray | None = None) -> Bins:
         """Return the bins of R samples, whose questions come in the binning's `order`.
 
         Args:
-            came_true: 1 where what has the probability p came true, else 0, (R, N) or (1, N).
-            times: How often each sample has each question, (R, N) or (1, N).
+            came_true: 1.0 where what has the probability p came true, else 0.0, (R, N) or (1, N).
+            times: How often each sample has each question, (R, N); by default once.
         """
         p = self._ordered_p
+        if times is None:
+            return Bins(
+                count=self._segments.sizes[None].astype(float),
+                confidence_sum=self._sums_of_p,
+                correct_sum=self._segments.sum(came_true),
+                square_sum=self._segments.sum((came_true - p) ** 2),
+            )
         return Bins(
             count=self._segments.sum(times),
             confidence_sum=self._segments.sum(times * p),

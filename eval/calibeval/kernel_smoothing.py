@@ -7,6 +7,8 @@ reflected at 0 and 1. `calibeval.measures` turns samples of questions into such 
 Arrays are named by R samples, N points, G places of a grid and T points of a mesh.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 # relplot's constants: a bandwidth below LEAST_BANDWIDTH has no effect on any probability that is
@@ -30,6 +32,7 @@ class Smoother:
         self.points = points
         self._grids: dict[int, _Grid] = {}
         self._spectra_of_ones: dict[int, np.ndarray] = {}
+        self._densities_of_ones: dict[float, np.ndarray] = {}
 
     def error(
         self, gaps: np.ndarray, counts: np.ndarray | None = None
@@ -47,6 +50,15 @@ class Smoother:
         gap_spectra: dict[int, np.ndarray] = {}
         count_spectra: dict[int, np.ndarray] = {}
 
+        def density_at(bandwidth: float, mesh: np.ndarray, rows: np.ndarray) -> np.ndarray:
+            """Σ_i K_σ(t, p_i) count_i of some samples, (rows, T); (1, T) where each is once."""
+            if counts is None:
+                return self._density_of_ones(bandwidth, mesh)
+            size = grid_size(bandwidth)
+            if size not in count_spectra:
+                count_spectra[size] = self._spectra(counts, size)
+            return smoothed(count_spectra[size][rows], bandwidth, mesh)
+
         def error_at(bandwidths: np.ndarray) -> np.ndarray:
             """The error of each sample at its own bandwidth, (R,); 0 below the least bandwidth."""
             errors = np.zeros(len(gaps))
@@ -55,13 +67,9 @@ class Smoother:
                 size = grid_size(bandwidth)
                 if size not in gap_spectra:
                     gap_spectra[size] = self._spectra(gaps, size)
-                    count_spectra[size] = self._count_spectra(counts, size)
-                of_counts = count_spectra[size]
-                if len(of_counts) > 1:
-                    of_counts = of_counts[rows]
                 mesh = np.linspace(0, 1, max(round(10 / bandwidth), MESH_POINTS))
                 gap_sums = smoothed(gap_spectra[size][rows], bandwidth, mesh)
-                densities = smoothed(of_counts, bandwidth, mesh)
+                densities = density_at(bandwidth, mesh, rows)
                 errors[rows] = np.abs(gap_sums).sum(1) / (densities + DENSITY_FLOOR).sum(1)
             return errors
 
@@ -89,6 +97,13 @@ class Smoother:
         value_sums = smoothed(self._spectra(values, size), bandwidth, mesh)
         densities = smoothed(self._count_spectra(counts, size), bandwidth, mesh)
         return value_sums / (densities + DENSITY_FLOOR)
+
+    def _density_of_ones(self, bandwidth: float, mesh: np.ndarray) -> np.ndarray:
+        """Σ_i K_σ(t, p_i) at the mesh of a bandwidth, (1, T); the search asks for few of them."""
+        if bandwidth not in self._densities_of_ones:
+            spectra = self._count_spectra(None, grid_size(bandwidth))
+            self._densities_of_ones[bandwidth] = smoothed(spectra, bandwidth, mesh)
+        return self._densities_of_ones[bandwidth]
 
     def _count_spectra(self, counts: np.ndarray | None, size: int) -> np.ndarray:
         """Spectra of how often each point is in a sample, (R, G), or (1, G) where each is once."""
@@ -136,17 +151,22 @@ def grid_size(bandwidth: float) -> int:
 
 
 def smoothed(transforms: np.ndarray, bandwidth: float, mesh: np.ndarray) -> np.ndarray:
-    """Return Σ_i K_σ(t, p_i) value_i at each t of a mesh, (R, T), from their spectra (R, G).
+    """Return Σ_i K_σ(t, p_i) value_i at each t of a mesh, (R, T), from their spectra (R, G)."""
+    size = transforms.shape[1]
+    on_grid = np.fft.irfft(transforms * kernel_transform(size, bandwidth))
+    place = (mesh * (size - 1)).astype(int).clip(0, size - 2)
+    share_above = mesh * (size - 1) - place
+    return on_grid[:, place] * (1 - share_above) + on_grid[:, place + 1] * share_above
+
+
+@lru_cache(maxsize=32)  # a search asks for the same few bandwidths again and again
+def kernel_transform(size: int, bandwidth: float) -> np.ndarray:
+    """Fourier transform of the kernel K_σ over a grid of `size` places and its mirror image, (G,).
 
     As in relplot, the kernel is cut off at a distance of ½, which changes the Gaussian only where
     σ is not small against ½.
     """
-    size = transforms.shape[1]
     kernel = np.zeros(2 * size - 2)
     kernel[:size] = np.exp(-((np.linspace(0, 1, size) - 0.5) ** 2) / (2 * bandwidth**2))
     centered = np.roll(kernel, -(size // 2))
-    kernel_transform = np.fft.rfft(centered) / (np.sqrt(2 * np.pi) * bandwidth)
-    on_grid = np.fft.irfft(transforms * kernel_transform)
-    place = (mesh * (size - 1)).astype(int).clip(0, size - 2)
-    share_above = mesh * (size - 1) - place
-    return on_grid[:, place] * (1 - share_above) + on_grid[:, place + 1] * share_above
+    return np.fft.rfft(centered) / (np.sqrt(2 * np.pi) * bandwidth)

@@ -15,9 +15,10 @@ from them.
 To add a metric, write it as a function of a `Sample`, here or in another module (`Sample` says what
 it may read), and give it a row in `_TABLE` at the end of this file. From there `calibeval metrics`,
 `calibeval compare`, `table.csv` and the tests of every metric's laws have it, and what is kept of
-records is computed anew. `table.md` shows it where `--columns` or a sweep's `score.columns` names
-it; figures draw `MAIN_ERROR` and reliability curves whatever the table holds. Then tell its
-definition in eval/METRICS.md, and run tests/eval/interval_coverage.py if its row says "interval".
+records is computed anew, as after every later change of its module. `table.md` shows it where
+`--columns` or a sweep's `score.columns` names it; figures draw `MAIN_ERROR` and reliability curves
+whatever the table holds. Then tell its definition in eval/METRICS.md, and run
+tests/eval/interval_coverage.py if its row says "interval".
 
 For bin b of n_b of the N questions, w_b = n_b / N and Δ_b = accuracy − confidence.
 """
@@ -37,11 +38,12 @@ from calibeval.squared_error import SquareDraws, debiased_square, root_of_square
 BINS = 15
 QUESTIONS_PER_FOLDED_BIN = 100
 SEED = 0
-# Samples × questions that are computed at a time: larger arrays cost more page faults than they
-# save.
+# Samples × questions that are computed at a time: larger arrays leave the processor's caches.
 CHUNK_CELLS = 300_000
+LARGEST_KEPT_BLOCK = (32 << 20) - (64 << 10)  # bytes
 
 Better = Literal["higher", "lower", "neither"]
+Confidence = Literal["choices", "vocabulary"]  # the definitions that this module's docstring has
 Uncertainty = Literal["interval", "floor", "none"]
 
 
@@ -200,26 +202,40 @@ class Sample:
         """`times` of the questions by ascending confidence, (R, N) or (1, N)."""
         if self.has_each_once:
             return self.times
-        return self.times[:, self.scores.order].astype(float, copy=False)
+        return self.times.take(self.scores.order, axis=1).astype(float, copy=False)
 
     @cached_property
     def ranked_correct(self) -> np.ndarray:
         """`correct` of the questions by ascending confidence, (R, N) or (1, N)."""
         if not self.has_own_correct:
             return self.scores.ranked_correct
-        return self.correct[:, self.scores.order].astype(float, copy=False)
+        return self.correct.take(self.scores.order, axis=1).astype(float, copy=False)
 
     @cached_property
     def by_level(self) -> tuple[np.ndarray, np.ndarray]:
-        """Answers and right answers at each level of confidence, ascending, (R, levels) both."""
-        answers = self.scores.levels.sum(self.ranked_times)
-        right = self.scores.levels.sum(self.ranked_times * self.ranked_correct)
-        return answers, right
+        """Answers and right answers at each level of confidence, ascending, (R, levels) both.
+
+        Where each question is there once, the first is (1, levels).
+        """
+        levels = self.scores.levels
+        if self.has_each_once:
+            return levels.sizes[None].astype(float), levels.sum(self.ranked_correct)
+        return levels.sum(self.ranked_times), levels.sum(self.ranked_times * self.ranked_correct)
+
+    @cached_property
+    def answers_up_to_level(self) -> np.ndarray:
+        """Answers at each level of confidence or below, (R, levels) or (1, levels), whole numbers.
+
+        They are added as integers, which is many times as fast as in floating point.
+        """
+        answers, _ = self.by_level
+        return answers.astype(np.int64).cumsum(1)
 
     @cached_property
     def bins(self) -> Bins:
         """Equal-width bins of the confidence."""
-        return self.scores.equal_width.of(self.ranked_correct, self.ranked_times)
+        times = None if self.has_each_once else self.ranked_times
+        return self.scores.equal_width.of(self.ranked_correct, times)
 
     def mean(self, values: np.ndarray) -> np.ndarray:
         """Return the mean over each sample, (R,), of a value of every question, (N,) or (R, N)."""
@@ -227,7 +243,7 @@ class Sample:
             sums = self._float_times @ values
         else:
             sums = (self._float_times * values).sum(1)
-        return sums / self._float_times.sum(1)
+        return sums / self._answers
 
     def mean_of_labels(self, values: np.ndarray) -> np.ndarray:
         """Return the mean of values (N,) that depend on which choice is right, (R,).
@@ -245,6 +261,11 @@ class Sample:
     def _float_times(self) -> np.ndarray:
         return self.times.astype(float, copy=False)
 
+    @cached_property
+    def _answers(self) -> np.ndarray:
+        """How many answers each sample has, (R,) or (1,)."""
+        return self._float_times.sum(1)
+
 
 def resamples(
     questions: int, count: int, clusters: np.ndarray | None = None
@@ -257,6 +278,7 @@ def resamples(
     """
     rng = np.random.default_rng(SEED)
     units = questions if clusters is None else int(clusters.max()) + 1
+    keep_freed_memory()
     for rows in _chunk_rows(count, questions):
         drawn = rng.integers(0, units, (rows, units), dtype=np.int32)
         # Small numbers are quick to sort by confidence.
@@ -275,9 +297,20 @@ def calibrated(scores: Scores, count: int) -> Iterator[Sample]:
     # where that is the likeliest one.
     share_end = scores.probs.cumsum(1)[np.arange(questions), scores.best]
     share_start = share_end - scores.confidence
+    keep_freed_memory()
     for rows in _chunk_rows(count, questions):
         draws = rng.random((rows, questions))
         yield Sample(scores, correct=(share_start <= draws) & (draws < share_end))
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep the memory of one chunk of samples for the next.
+
+    The C library of Linux gives memory back to the system where it is larger than the largest block
+    that was freed so far, up to 32 MiB, and to get it again takes as long as to compute with it.
+    The block that is freed here raises that limit for good; no page of it is ever touched.
+    """
+    np.empty(LARGEST_KEPT_BLOCK, np.uint8)
 
 
 def _chunk_rows(count: int, questions: int) -> Iterator[int]:
@@ -309,13 +342,18 @@ def ece_signed(sample: Sample) -> np.ndarray:
 
 
 def auroc(sample: Sample) -> np.ndarray:
-    """P(confidence right > wrong) + ½ P(equal), over pairs of answers; NaN without such pairs."""
+    """P(confidence right > wrong) + ½ P(equal), over pairs of answers; NaN without such pairs.
+
+    By the sum of ranks (Mann & Whitney 1947): an answer's rank, equal ones having their mean, less
+    ½ is the number of answers below it and half of the equal ones. Summed over the R right answers
+    it counts their pairs with the wrong ones, and R² / 2 with each other.
+    """
     answers, right = sample.by_level
-    wrong = answers - right
-    lower = np.einsum("rn,rn->r", right, wrong.cumsum(1))
-    equal = np.einsum("rn,rn->r", right, wrong)
-    pairs = right.sum(1) * wrong.sum(1)
-    return (lower - equal / 2) / np.where(pairs > 0, pairs, np.nan)
+    ranks = sample.answers_up_to_level - answers / 2
+    right_total = right.sum(1)
+    pairs = right_total * (sample.answers_up_to_level[:, -1] - right_total)
+    concordant = np.einsum("rn,rn->r", right, ranks) - right_total**2 / 2
+    return concordant / np.where(pairs > 0, pairs, np.nan)
 
 
 def aurc(sample: Sample) -> np.ndarray:
@@ -328,14 +366,16 @@ def aurc(sample: Sample) -> np.ndarray:
     answers, right = sample.by_level
     size = answers[:, ::-1]
     wrong = size - right[:, ::-1]
-    after = size.cumsum(1)
-    total = after[:, -1]
-    sums = harmonic_sums(int(total.max()))[after.astype(int)]
-    growth = np.diff(sums, axis=1, prepend=0)
+    total = sample.answers_up_to_level[:, -1:]
+    surer = total - sample.answers_up_to_level[:, ::-1]
+    sums = harmonic_sums(int(total.max())).take(surer)
+    sums_of_total = harmonic_sums(int(total.max())).take(total)
+    growth = np.diff(sums, axis=1, append=sums_of_total)
     wrong_share = wrong / np.maximum(size, 1)
-    harmonic_of_total = (sums[:, -1] + total) / total  # Σ_{i < N} H(i) = N H(N) − N
-    areas = wrong.sum(1) * harmonic_of_total - np.einsum("rn,rn->r", wrong_share, growth)
-    return areas / total
+    harmonic_of_total = (sums_of_total + total) / total  # Σ_{i < N} H(i) = N H(N) − N
+    wrong_parts = np.einsum("rn,rn->r", wrong_share, growth)
+    areas = wrong.sum(1) * harmonic_of_total[:, 0] - wrong_parts
+    return areas / total[:, 0]
 
 
 def harmonic_sums(most: int) -> np.ndarray:
@@ -382,11 +422,11 @@ def rms_hendrycks(sample: Sample) -> np.ndarray:
     """
     folded = sample.scores.folded
     is_folded = (sample.scores.level <= 0.5)[folded.order]
-    correct = np.atleast_2d(sample.correct)[:, folded.order]
-    times = sample.times
+    correct = np.atleast_2d(sample.correct).take(folded.order, axis=1)
+    times = None
     if not sample.has_each_once:
-        times = times[:, folded.order].astype(float, copy=False)
-    bins = folded.of(correct != is_folded, times)
+        times = sample.times.take(folded.order, axis=1).astype(float, copy=False)
+    bins = folded.of((correct != is_folded).astype(float), times)
     return ((bins.weight * bins.gap) ** 2).sum(1) ** 0.25
 
 
@@ -401,14 +441,20 @@ def smooth_ece(sample: Sample) -> np.ndarray:
 
 def smooth_ece_at(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     """Return the smooth calibration error and its bandwidth σ, (R,) both."""
-    gaps = sample.ranked_times * (sample.scores.ranked_confidence - sample.ranked_correct)
-    return sample.scores.smoother.error(gaps, _counts(sample))
+    counts = _counts(sample)
+    gaps = sample.scores.ranked_confidence - sample.ranked_correct
+    if counts is not None:
+        gaps = counts * gaps
+    return sample.scores.smoother.error(gaps, counts)
 
 
 def smooth_curve(sample: Sample, bandwidth: float, mesh: np.ndarray) -> np.ndarray:
     """Accuracy at each confidence of a mesh, (R, T): t + Σ K_σ(t, p)(y − p) / Σ K_σ(t, p)."""
-    gaps = sample.ranked_times * (sample.ranked_correct - sample.scores.ranked_confidence)
-    return mesh + sample.scores.smoother.mean(gaps, _counts(sample), bandwidth, mesh)
+    counts = _counts(sample)
+    gaps = sample.ranked_correct - sample.scores.ranked_confidence
+    if counts is not None:
+        gaps = counts * gaps
+    return mesh + sample.scores.smoother.mean(gaps, counts, bandwidth, mesh)
 
 
 def _counts(sample: Sample) -> np.ndarray | None:
@@ -428,10 +474,13 @@ def recalibrated(sample: Sample) -> np.ndarray:
     answers, right = np.broadcast_arrays(*sample.by_level)
     rows = []
     for weight, correct_sum in zip(answers, right, strict=True):
-        drawn = weight > 0
-        mean = correct_sum[drawn] / weight[drawn]
-        fitted = np.zeros(len(weight))
-        fitted[drawn] = isotonic_regression(mean, weights=weight[drawn]).x
+        if weight.all():
+            fitted = isotonic_regression(correct_sum / weight, weights=weight).x
+        else:  # a resample lacks some levels
+            drawn = weight > 0
+            mean = correct_sum[drawn] / weight[drawn]
+            fitted = np.zeros(len(weight))
+            fitted[drawn] = isotonic_regression(mean, weights=weight[drawn]).x
         rows.append(levels.spread(fitted))
     return np.stack(rows)
 
@@ -514,7 +563,8 @@ class Metric:
         if values.shape != (sample.size,):
             raise ValueError(
                 f"metric {self.name} returned shape {values.shape} of {sample.size} samples; "
-                f"expected ({sample.size},): it must read answers and counts from the sample"
+                f"expected ({sample.size},): it must read answers and counts from the sample; one "
+                "that reads confidences alone is the same of calibrated models, so has no floor"
             )
         return values
 
