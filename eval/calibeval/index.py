@@ -42,6 +42,30 @@ class Entry(BaseModel, strict=True, extra="allow"):
         return self
 
 
+@dataclass(frozen=True)
+class IndexedFile:
+    """A line of the index that was checked, and whose record file is there.
+
+    Attributes:
+        path: The record file.
+        dataset: The column group that it belongs to.
+        model: The model's name.
+        seed: The seed of its training; None before fine-tuning, or where nobody knows.
+        keys: All that the line says, in its order: null only of β, before fine-tuning.
+    """
+
+    path: Path
+    dataset: str
+    model: str
+    seed: float | None
+    keys: dict[str, Scalar]
+
+    @property
+    def was_tuned(self) -> bool:
+        """Whether it is of a model after fine-tuning."""
+        return self.keys["label_smoothing"] is not None
+
+
 # These keys may differ between the lines of one row: they say which records a line is of, of which
 # questions, and which of the repetitions of one setting.
 NO_ROW_KEYS = ("records", "dataset", "seed", "run")
@@ -154,23 +178,23 @@ def read(index: Path, cluster: Cluster | None = None) -> Results:
     With `cluster` subjects are resampled, but for data sets with too few of them.
     Lines that cannot be averaged or compared raise `InputError`, which names both files.
     """
-    lines = read_lines(Path(index))
+    files = read_lines(Path(index))
     with ThreadPoolExecutor() as pool:  # NumPy lets other threads run
-        loading = pool.map(lambda line: _load(line["records"], cluster), lines)
-        loaded = list(tqdm(loading, "record files", len(lines), disable=None, delay=2))
-    _check_comparable(lines, loaded)
-    shown = columns(lines)
-    short = _short_names(lines)
+        loading = pool.map(lambda file: _load(file.path, cluster), files)
+        loaded = list(tqdm(loading, "record files", len(files), disable=None, delay=2))
+    _check_comparable(files, loaded)
+    shown = columns(files)
+    short = _short_names(files)
     rows: dict[tuple[Scalar, ...], TableRow] = {}
-    pairs = list(zip(lines, loaded, strict=True))
-    pairs.sort(key=lambda pair: pair[0].get("seed", -math.inf))
-    for line, evaluation in pairs:
-        setting = tuple(line.get(key) for key in shown)
+    pairs = list(zip(files, loaded, strict=True))
+    pairs.sort(key=lambda pair: -math.inf if pair[0].seed is None else pair[0].seed)
+    for file, evaluation in pairs:
+        setting = tuple(file.keys.get(key) for key in shown)
         if setting not in rows:
-            keys = {key: value for key, value in line.items() if key not in NO_ROW_KEYS}
+            keys = {key: value for key, value in file.keys.items() if key not in NO_ROW_KEYS}
             rows[setting] = TableRow(keys, shown, short)
-        _add(evaluation, line, rows[setting])
-    groups = list(dict.fromkeys(line["dataset"] for line in lines))
+        _add(evaluation, file, rows[setting])
+    groups = list(dict.fromkeys(file.dataset for file in files))
     return Results(sorted(rows.values(), key=_order), groups, shown)
 
 
@@ -182,77 +206,78 @@ def _load(path: Path, cluster: Cluster | None) -> Evaluation:
         return evaluations.load(path)
 
 
-def _check_comparable(lines: list[dict[str, Any]], loaded: list[Evaluation]) -> None:
+def _check_comparable(files: list[IndexedFile], loaded: list[Evaluation]) -> None:
     """Raise `InputError` unless a data set's questions are the same everywhere, asked alike."""
     first_of_dataset: dict[str, Evaluation] = {}
     first_of_model: dict[tuple[str, str], Evaluation] = {}  # by data set and model
-    for line, evaluation in zip(lines, loaded, strict=True):
-        first = first_of_dataset.setdefault(line["dataset"], evaluation)
+    for file, evaluation in zip(files, loaded, strict=True):
+        first = first_of_dataset.setdefault(file.dataset, evaluation)
         same_questions([first, evaluation])
         same_normaliser(first, evaluation, OTHER_DATASET)
         same_prompts(first, evaluation, texts=False, remedy=OTHER_DATASET)
         # A model with a shorter context is asked with fewer examples, so the prompts' very words
         # are compared only within one model.
-        first_alike = first_of_model.setdefault((line["dataset"], line["model"]), evaluation)
+        first_alike = first_of_model.setdefault((file.dataset, file.model), evaluation)
         same_prompts(first_alike, evaluation, remedy=OTHER_DATASET)
 
 
-def _short_names(lines: list[dict[str, Any]]) -> dict[str, str]:
+def _short_names(files: list[IndexedFile]) -> dict[str, str]:
     """The file names of training data by their paths, where no two are alike."""
-    paths = {line["train_data"] for line in lines if line.get("train_data")}
+    paths = {str(file.keys["train_data"]) for file in files if file.keys.get("train_data")}
     names = {path: PurePath(path).name or path for path in paths}
     every = list(names.values())
     return {path: name for path, name in names.items() if every.count(name) == 1}
 
 
-def _add(evaluation: Evaluation, line: dict[str, Any], row: TableRow) -> None:
-    """Add an index line's evaluation to its row, unless the row has one of this seed already."""
-    dataset = line["dataset"]
-    seed = line.get("seed")
-    known = row.evaluations.setdefault(dataset, {})
-    for other in (seed, None):
+def _add(evaluation: Evaluation, file: IndexedFile, row: TableRow) -> None:
+    """Add an indexed file's evaluation to its row, unless the row has one of this seed already."""
+    known = row.evaluations.setdefault(file.dataset, {})
+    for other in (file.seed, None):
         if other in known:
             raise InputError(
-                f"{known[other].path} and {evaluation.path}: both are {dataset}, {row.name()}, "
-                f"with seeds {other} and {seed}; give the index the key that tells them apart: "
-                "seed, train_data, …"
+                f"{known[other].path} and {evaluation.path}: both are {file.dataset}, "
+                f"{row.name()}, with seeds {other} and {file.seed}; give the index the key that "
+                "tells them apart: seed, train_data, …"
             )
-    known[seed] = evaluation
+    known[file.seed] = evaluation
 
 
-def read_lines(index: Path) -> list[dict[str, Any]]:
+def read_lines(index: Path) -> list[IndexedFile]:
     """Return the checked lines of an index, with record paths from the index's folder."""
-    lines = []
+    files = []
     place_of: dict[Path, str] = {}
     for where, line in json_lines(index):
-        checked(Entry, line, where)
-        path = index.parent / line["records"]
+        entry = checked(Entry, line, where)
+        path = index.parent / entry.records
         if not path.is_file():
             raise InputError(f"{where}: no record file {path}")
         first = place_of.setdefault(path.resolve(), where)
         if first != where:
             raise InputError(f"{where}: {path} is on {first.removeprefix(f'{index}, ')} already")
-        known = {k: v for k, v in line.items() if v is not None or k == "label_smoothing"}
-        lines.append({**known, "records": path})
-    if not lines:
+        keys = {
+            key: value
+            for key, value in line.items()
+            if value is not None or key == "label_smoothing"
+        }
+        # The line's own seed, since the model makes 1.0 of 1.
+        files.append(IndexedFile(path, entry.dataset, entry.model, line.get("seed"), keys))
+    if not files:
         raise InputError(f"{index}: no lines; expected one JSON object a record file")
-    return lines
+    return files
 
 
-def columns(lines: list[dict[str, Any]]) -> tuple[str, ...]:
+def columns(files: list[IndexedFile]) -> tuple[str, ...]:
     """Return the keys that tell rows apart: model, β, and whatever else varies."""
 
     def varies(key: str) -> bool:
         # A model before fine-tuning has no learning rate and the like. That alone does not make
         # such a key vary, so lines of it count only where they have the key.
-        counted_lines = [
-            line for line in lines if key in line or line["label_smoothing"] is not None
-        ]
-        return len({line.get(key) for line in counted_lines}) > 1
+        counted_files = [file for file in files if key in file.keys or file.was_tuned]
+        return len({file.keys.get(key) for file in counted_files}) > 1
 
     keys = dict.fromkeys(Entry.model_fields)
-    for line in lines:
-        keys.update(dict.fromkeys(line))
+    for file in files:
+        keys.update(dict.fromkeys(file.keys))
     first = [key for key in FIRST_KEYS if key != "train_data" or varies(key)]
     others = [key for key in keys if key not in (*NO_ROW_KEYS, *FIRST_KEYS) and varies(key)]
     return (*first, *others)
