@@ -11,7 +11,8 @@ from typing_extensions import TypedDict
 from calibeval import evaluations, stats
 from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import Cluster, Evaluation
-from calibeval.measures import METRICS
+from calibeval.io import InputError
+from calibeval.measures import METRICS, Confidence
 from calibeval.records import Records
 from calibeval.stats import Estimate
 
@@ -110,14 +111,18 @@ def _compare_metric(
         "difference": difference.value,
         "low": difference.low,
         "high": difference.high,
-        "p": None if METRICS[metric].better == "neither" else difference.p_none,
+        "p": stats.p_of_comparison(metric, difference),
         "better": stats.better(metric, difference),
     }
 
 
-def reliability(records: RecordsLike, confidence: str = "choices") -> dict[str, list[float]]:
+def reliability(records: RecordsLike, confidence: Confidence = "choices") -> dict[str, list[float]]:
     """What a reliability diagram shows: bins, and curves with bands; see `evaluations.reliability`.
 
-    `confidence` is "choices", or "vocabulary" where the records have it.
+    `confidence` is "choices", or "vocabulary" where the records have it; else `InputError`.
     """
-    return evaluation_of(records).reliability[confidence]
+    evaluation = evaluation_of(records)
+    if confidence not in evaluation.reliability:
+        known = ", ".join(map(repr, evaluation.reliability)) or "none, since it was not computed"
+        raise InputError(f"{evaluation.path}: no confidence {confidence!r}; there is {known}")
+    return evaluation.reliability[confidence]

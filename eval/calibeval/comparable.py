@@ -3,7 +3,8 @@
     same_questions    the same ids and right answers, resampled alike; of the same subjects too
                       where whole subjects are resampled
     same_normaliser   texts' log-probabilities divided by the same lengths
-    same_prompts      letters or texts, as many examples, and the same words
+    same_prompts      letters or texts, as many examples, and the same words, of which as many
+                      questions have lost the first
 
 Anything else would be part of a difference that is to be the models' alone. What may stand in one
 file is `calibeval.records`' to say, and which unfinished scoring may go on is `calibeval.store`'s.
@@ -66,7 +67,8 @@ def same_prompts(
     """Raise `InputError` where the questions of two evaluations were asked in other words.
 
     A difference would be the prompts' as well: letters or texts, how many examples, and, if
-    `texts`, their very words; as far as the records and their sidecars say.
+    `texts`, their very words and how many prompts were cut to fit the model; as far as the records
+    and their sidecars say.
     """
     conditions_of_b = _conditions(b, texts)
     for name, first in _conditions(a, texts).items():
@@ -87,4 +89,6 @@ def _conditions(evaluation: Evaluation, texts: bool) -> dict[str, Any]:
         # The sidecar has what was wanted; a prompt that would not fit has fewer examples.
         "shots": settings.get("shots", evaluation.shots),
         "prompts": evaluation.prompts_sha256 if texts else None,
+        # The digest is of a prompt as it was before it was cut.
+        "truncated prompts": evaluation.truncated if texts else None,
     }

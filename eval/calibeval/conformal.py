@@ -3,7 +3,8 @@
 Every choice of a question gets a nonconformity score s. The threshold q is the
 ⌈(n + 1)(1 − α)⌉-th smallest score of the right choices of n calibration questions, and a question's
 set is {k: s_k ≤ q}. Where questions are exchangeable, a set holds the right choice with
-probability 1 − α to 1 − α + 1/(n + 1) (Vovk et al. 2005).
+probability 1 − α or more, and where no two scores are equal with at most 1 − α + 1/(n + 1) (Vovk et
+al. 2005). Equal scores, as `lac` has of equal probabilities, make sets larger than need be.
 """
 
 import math
@@ -24,7 +25,11 @@ SCORE_NAMES = ("lac", "aps")
 
 @dataclass(frozen=True)
 class Sets:
-    """How prediction sets did: means over splits, and the standard deviations between them."""
+    """How prediction sets did: means over splits, and the standard deviations between them.
+
+    The splits are of the same questions, so a deviation divided by the root of their number is no
+    standard error of the mean.
+    """
 
     questions: int  # tested in a split
     coverage: float  # share of sets that hold the right choice

@@ -72,7 +72,8 @@ class Check:
         accuracy: The change of accuracy, as a share.
         temperatures: Those of the two halves of the questions, which should be alike.
         cooled_ece: Expected calibration error of the tuned model at these temperatures.
-        mended: The change of the squared calibration error by them; below 0 they help.
+        mended: The change of the squared calibration error by them; below 0 they help. Its interval
+            takes the two temperatures as given.
         sentences: What all this means, to be printed one after another.
     """
 

@@ -9,13 +9,13 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -23,11 +23,19 @@ from calibeval import bins, kernel_smoothing, measures, squared_error
 from calibeval import records as record_files
 from calibeval.bins import Bins
 from calibeval.io import InputError, counted, read_text, sha256, write_text
-from calibeval.measures import COMPARED_BY_SQUARE, METRICS, WITH_FLOOR, WITH_INTERVAL, Sample
+from calibeval.measures import (
+    COMPARED_BY_SQUARE,
+    METRICS,
+    WITH_FLOOR,
+    WITH_INTERVAL,
+    Confidence,
+    Metric,
+    Sample,
+)
 from calibeval.records import Records
 from calibeval.squared_error import SquareDraws
 
-CONFIDENCES = ("choices", "vocabulary")
+CONFIDENCES: tuple[str, ...] = get_args(Confidence)
 RESAMPLES = 1000  # of the questions, for intervals
 SIMULATIONS = 499  # of calibrated answers, for floors and p-values
 BAND_SAMPLES = 199  # for the bands of a reliability curve
@@ -81,6 +89,7 @@ class Evaluation:
     chat_template: str | None = None  # SHA-256 of the template's text; None: not asked in a chat
     shots: int | None = None  # the most examples before a question; None where nobody knows
     subjects_sha256: str | None = None  # of each question's subject; None where nobody has asked
+    truncated: int = 0  # how many questions lost the beginning of their prompt
 
 
 def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Evaluation:
@@ -178,7 +187,11 @@ def _of_each_metric(
 
 @cache
 def code_digest() -> str:
-    """SHA-256 of the sources that decide what an evaluation is, every metric's among them."""
+    """SHA-256 of the sources that decide what an evaluation is, every metric's among them.
+
+    What a metric of another module imports from a third one is not: after a change there, delete
+    the `*.stats.json`.
+    """
     modules = {__name__, *(metric.function.__module__ for metric in METRICS.values())}
     for module in (measures, bins, squared_error, kernel_smoothing, record_files):
         modules.add(module.__name__)
@@ -192,29 +205,42 @@ def code_digest() -> str:
 
 def samples_of(records: Records) -> dict[str, Sample]:
     """The questions under each definition of confidence that the records have."""
-    confidences = CONFIDENCES if np.isfinite(records.letter_mass).all() else CONFIDENCES[:1]
-    return {confidence: Sample(measures.scores(records, confidence)) for confidence in confidences}
+    samples = {"choices": Sample(measures.scores(records, "choices"))}
+    if np.isfinite(records.letter_mass).all():
+        samples["vocabulary"] = Sample(measures.scores(records, "vocabulary"))
+    return samples
 
 
-def measure(records: Records, cluster: Cluster | None = None) -> Evaluation:
+def measure(
+    records: Records, cluster: Cluster | None = None, metrics: Collection[str] | None = None
+) -> Evaluation:
     """Return the evaluation of records in memory.
 
-    With `cluster` whole subjects are resampled; fewer than ten raise `TooFewClusters`.
+    Args:
+        records: The records.
+        cluster: "subject" to resample whole subjects, not single questions.
+        metrics: The names of the metrics that are wanted, by default all. Of an evaluation with
+            some of them come their values and draws alone, neither floors nor reliability curves,
+            which take most of the time.
+
+    Raises:
+        InputError: There is no metric of a name; or TooFewClusters, of fewer than ten subjects.
     """
+    for name in metrics or ():
+        if name not in METRICS:
+            raise InputError(f"metrics: no {name!r}; expected {', '.join(METRICS)}")
     records = in_order(records)
-    subjects, subject_of = np.unique(records.subjects, return_inverse=True)
-    clusters = None
-    if cluster is not None:
-        if len(subjects) < FEWEST_CLUSTERS:
-            found = counted(len(subjects), "subject")
-            raise TooFewClusters(
-                f"{records.path}: {found}; expected {FEWEST_CLUSTERS} or more to resample subjects"
-            )
-        clusters = subject_of
+    clusters = None if cluster is None else _subject_numbers(records)
     observed = samples_of(records)
-    draws, squares = resampled_metrics(observed, clusters)
+    draws, squares = resampled_metrics(observed, clusters, metrics)
+    curves: dict[str, dict[str, list]] = {}
+    floors: dict[str, dict[str, NullTest]] = {}
+    if metrics is None:
+        curves = _of_each(lambda sample: reliability(sample, clusters), observed)
+        floors = _of_each(lambda sample: consistency(sample, tuple(WITH_FLOOR)), observed)
     answers = [*zip(records.ids, records.labels.tolist(), strict=True)]
     questions = json.dumps(answers, ensure_ascii=False)
+    subjects = json.dumps(records.subjects.tolist())
     prompts = None
     if None not in records.prompts:
         asked = zip(records.prompts, records.labels.tolist(), strict=True)
@@ -229,17 +255,29 @@ def measure(records: Records, cluster: Cluster | None = None) -> Evaluation:
         prompts_sha256=prompts,
         letter_mass=finite(records.letter_mass.mean()),
         confidences=tuple(observed),
-        reliability=_of_each(lambda sample: reliability(sample, clusters), observed),
-        values=_of_each(values, observed),
-        floors=_of_each(lambda sample: consistency(sample, tuple(WITH_FLOOR)), observed),
+        reliability=curves,
+        values=_of_each(partial(values, metrics=metrics), observed),
+        floors=floors,
         draws=draws,
         squares=squares,
-        subjects=len(subjects),
+        subjects=len(set(records.subjects)),
         cluster=cluster,
         chat_template=records.chat_template,
         shots=records.shots,
-        subjects_sha256=hashlib.sha256(json.dumps(records.subjects.tolist()).encode()).hexdigest(),
+        subjects_sha256=hashlib.sha256(subjects.encode()).hexdigest(),
+        truncated=records.truncated,
     )
+
+
+def _subject_numbers(records: Records) -> np.ndarray:
+    """The number of each question's subject, from 0, (N,); `TooFewClusters` of fewer than ten."""
+    subjects, subject_of = np.unique(records.subjects, return_inverse=True)
+    if len(subjects) < FEWEST_CLUSTERS:
+        found = counted(len(subjects), "subject")
+        raise TooFewClusters(
+            f"{records.path}: {found}; expected {FEWEST_CLUSTERS} or more to resample subjects"
+        )
+    return subject_of
 
 
 def _of_each(work: Callable[[Sample], T], samples: Mapping[str, Sample]) -> dict[str, T]:
@@ -265,9 +303,14 @@ def in_order(records: Records) -> Records:
     )
 
 
-def values(sample: Sample) -> dict[str, float | None]:
-    """Every metric of the questions as they are; None where it is not defined."""
-    return {name: finite(metric(sample)[0]) for name, metric in METRICS.items()}
+def values(sample: Sample, metrics: Collection[str] | None = None) -> dict[str, float | None]:
+    """Metrics of the questions as they are, by default all; None where one is not defined."""
+    return {name: finite(metric(sample)[0]) for name, metric in _wanted(METRICS, metrics).items()}
+
+
+def _wanted(table: Mapping[str, Metric], names: Collection[str] | None) -> dict[str, Metric]:
+    """Those of a table's metrics that are wanted, by name; all without names."""
+    return {name: metric for name, metric in table.items() if names is None or name in names}
 
 
 def finite(value: float) -> float | None:
@@ -276,29 +319,33 @@ def finite(value: float) -> float | None:
 
 
 def resampled_metrics(
-    observed: Mapping[str, Sample], clusters: np.ndarray | None = None
+    observed: Mapping[str, Sample],
+    clusters: np.ndarray | None = None,
+    metrics: Collection[str] | None = None,
 ) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, SquareDraws]]]:
     """Metrics over RESAMPLES resamples of the questions, by definition of confidence and by metric.
 
     These are every metric that has an interval, (R,), and the draws of those that are compared by
     their squares. `clusters` are the numbers of the questions' clusters, (N,), if these are drawn
-    as a whole.
+    as a whole; `metrics` the names of those that are wanted, by default all.
     """
+    with_interval = _wanted(WITH_INTERVAL, metrics)
     chunks: dict[str, list[_Chunk]] = {confidence: [] for confidence in observed}
     (questions,) = {len(sample.scores.labels) for sample in observed.values()}
     for times in measures.resamples(questions, RESAMPLES, clusters):
-        for confidence, chunk in _of_each(partial(_resampled_chunk, times), observed).items():
+        resample = partial(_resampled_chunk, times, with_interval)
+        for confidence, chunk in _of_each(resample, observed).items():
             chunks[confidence].append(chunk)
     draws: dict[str, dict[str, np.ndarray]] = {}
     squares: dict[str, dict[str, SquareDraws]] = {}
     for confidence, sample in observed.items():
         draws[confidence] = {
             name: np.concatenate([chunk.draws[name] for chunk in chunks[confidence]])
-            for name in WITH_INTERVAL
+            for name in with_interval
         }
         resampled_bins = [chunk.bins for chunk in chunks[confidence]]
         squares[confidence] = {}
-        for name, metric in COMPARED_BY_SQUARE.items():
+        for name, metric in _wanted(COMPARED_BY_SQUARE, metrics).items():
             assert metric.square_draws is not None  # which puts it into this table
             squares[confidence][name] = metric.square_draws(sample.bins, resampled_bins)
     return draws, squares
@@ -312,9 +359,9 @@ class _Chunk:
     bins: Bins
 
 
-def _resampled_chunk(times: np.ndarray, sample: Sample) -> _Chunk:
+def _resampled_chunk(times: np.ndarray, metrics: Mapping[str, Metric], sample: Sample) -> _Chunk:
     resampled = Sample(sample.scores, times)
-    draws = {name: metric(resampled) for name, metric in WITH_INTERVAL.items()}
+    draws = {name: metric(resampled) for name, metric in metrics.items()}
     return _Chunk(draws, resampled.bins)
 
 

@@ -1,7 +1,8 @@
 """Records: one JSON line a question, from which every metric recomputes.
 
-`Record` is the line, with "versions" beside it; `RECORDS.jsonl.meta.json`, the sidecar, holds the
-settings that the model was asked with. `read` gives a whole file as arrays, `Records`.
+`Record` is the line, with the packages' "versions" beside it; `RECORDS.jsonl.meta.json`, the
+sidecar, holds the settings that the model was asked with. `read` gives a whole file as arrays,
+`Records`.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal
@@ -55,13 +57,10 @@ class Record(BaseModel, strict=True):
     normalise: Literal["sum", "bytes", "characters"] = "sum"  # the convention
     bytes: list[PositiveInt] | None = None  # lengths of the choices' texts
     characters: list[PositiveInt] | None = None
+    truncated: NonNegativeInt = 0  # tokens that the prompt lost at its beginning, to fit
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Record":
-        for name in ("id", "subject", "model"):
-            text = getattr(self, name)
-            if not text.isprintable() and not is_unicode(text):
-                raise ValueError(f"{name} is {text!a}: half of a surrogate pair is no text")
         choices = len(self.logprobs)
         if self.label >= choices:
             raise ValueError(f"label is {self.label}, expected 0 to {choices - 1}")
@@ -81,18 +80,17 @@ class Record(BaseModel, strict=True):
         self.normalised(self.normalise)
         return self
 
-    def normalised(self, by: str) -> np.ndarray:
+    def normalised(self, by: str) -> list[float]:
         """Return s = log p(text | question), s / bytes or s / characters of each choice, (K,).
 
         `by` is sum, bytes or characters; `ValueError` where the record lacks these lengths.
         """
-        scores = np.array(self.logprobs)
         if by == "sum":
-            return scores
+            return self.logprobs
         lengths = getattr(self, by, None)
         if self.scoring != "continuation" or lengths is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
-        return scores / lengths
+        return [score / length for score, length in zip(self.logprobs, lengths, strict=True)]
 
 
 def is_unicode(text: str) -> bool:
@@ -120,6 +118,7 @@ class Records:
     subjects: np.ndarray  # (N,) each question's subject
     chat_template: str | None = None
     shots: int | None = None  # the most examples before a question; None where nobody knows
+    truncated: int = 0  # how many questions lost the beginning of their prompt
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -176,6 +175,7 @@ def joined(
     not kept, so that a million of them fit into memory.
     """
     first: Record | None = None
+    alike_values = attrgetter(*alike)
     place_of_id: dict[str, str] = {}
     labels = array("q")
     scores = array("d")  # of all choices, one question after another
@@ -184,18 +184,16 @@ def joined(
     prompts: list[str | None] = []
     subjects: list[str] = []
     most_shots: int | None = None
+    truncated = 0
     for where, row in rows:
         first = first or row
         if row.id in place_of_id:
             raise InputError(f"{where}: id {row.id!r} is on {place_of_id[row.id]} already")
         place_of_id[row.id] = where.removeprefix(f"{path}, ")
-        for key in alike:
-            value = getattr(row, key)
-            expected = getattr(first, key)
-            if value != expected:
-                raise InputError(f"{where}: {key} {value!r} after {expected!r}; expected the same")
+        if alike_values(row) != alike_values(first):
+            raise InputError(f"{where}: {_difference(row, first, alike)}; expected the same")
         try:
-            scores.extend(row.normalised(normalise or row.normalise).tolist())
+            scores.extend(row.normalised(normalise or row.normalise))
         except ValueError as error:
             raise InputError(f"{where}: {error}") from error
         choices.append(len(row.logprobs))
@@ -205,6 +203,8 @@ def joined(
         subjects.append(sys.intern(row.subject))
         if row.shots is not None:
             most_shots = max(row.shots, most_shots or 0)
+        if row.truncated:
+            truncated += 1
     if first is None:
         raise InputError(f"{path}: no records")
     return Records(
@@ -220,7 +220,14 @@ def joined(
         subjects=np.array(subjects, object),
         chat_template=first.chat_template,
         shots=most_shots,
+        truncated=truncated,
     )
+
+
+def _difference(row: Record, first: Record, keys: Sequence[str]) -> str:
+    """The first of the keys in which two records differ, with both values."""
+    key = next(key for key in keys if getattr(row, key) != getattr(first, key))
+    return f"{key} {getattr(row, key)!r} after {getattr(first, key)!r}"
 
 
 def _padded(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -20,7 +20,13 @@ from calibeval import figures, index, stats
 from calibeval.evaluations import CONFIDENCES, Cluster, Evaluation
 from calibeval.index import Results, Scalar, TableRow, heading
 from calibeval.io import InputError, counted, write_text
-from calibeval.measures import COMPARED_BY_SQUARE, MAIN_ERROR, METRICS, WITH_INTERVAL
+from calibeval.measures import (
+    COMPARED_BY_SQUARE,
+    MAIN_ERROR,
+    METRICS,
+    WITH_INTERVAL,
+    Confidence,
+)
 from calibeval.request import DEFAULT_COLUMNS
 
 ARROWS = {"higher": "↑", "lower": "↓", "neither": ""}
@@ -39,7 +45,7 @@ class Column:
     """A metric in one definition of confidence."""
 
     metric: str
-    confidence: str = "choices"
+    confidence: Confidence = "choices"
 
     @property
     def heading(self) -> str:
@@ -65,7 +71,7 @@ def read_columns(text: str) -> list[Column]:
         if metric not in METRICS or confidence not in ("", *CONFIDENCES):
             names = ", ".join(METRICS)
             raise InputError(f"--columns: no {word!r}; expected {names}, also with @vocabulary")
-        chosen.append(Column(metric, confidence or "choices"))
+        chosen.append(Column(metric, "vocabulary" if confidence == "vocabulary" else "choices"))
     return list(dict.fromkeys(chosen))
 
 
@@ -215,10 +221,13 @@ def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
         sentences.append(
             "“All tokens”: its probability among the vocabulary, else among the choices."
         )
-    sentences.append(
-        "[low, high]: 95 % interval over questions and seeds, where one is known to cover. "
-        "† ECE consistent with calibration (p > 0.05)."
+    has_seeds = any(
+        len(row.evaluations_of(group)) > 1 for row in results.rows for group in results.groups
     )
+    over = "questions and seeds" if has_seeds else "questions"
+    sentences.append(f"[low, high]: 95 % interval over {over}, where one is known to cover.")
+    if any(column.metric == MAIN_ERROR for column in chosen):
+        sentences.append("† ECE consistent with calibration (p > 0.05).")
     sentences += _coverage(evaluations_of)
     for group, evaluations in evaluations_of.items():
         sentences += _warnings(group, evaluations)
@@ -270,7 +279,7 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
         cells = []
         for group, column in product(results.groups, columns):
             found = pairings[group].difference(column)
-            p_values.append(found.p_none)
+            p_values.append(stats.p_of_comparison(column.metric, found))
             cells.append(difference_cell(found, column.metric))
         counts = dict.fromkeys(p.count for p in pairings.values() if p.count)
         lines.append(Line(row, [*map(row.text, results.shown), ", ".join(counts)], cells))

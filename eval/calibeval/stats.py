@@ -191,9 +191,9 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
 
     It is a difference where a side's weight is negative (`Side.times`). Sides of as many seeds are
     paired in their order, if `paired`. Draws that do not vary say nothing of other questions,
-    unless the sum is 0: sides that agree in every resample agree on any questions. Where the sides
-    differ in few questions, p is at least that of a sign test (`sign_test_p`), and the interval
-    holds 0 where that is not below 0.05.
+    unless the sum is 0 for every seed: sides that agree in every resample agree on any questions.
+    Where the sides differ in few questions, p is at least that of a sign test (`sign_test_p`), and
+    the interval holds 0 where that is not below 0.05.
     """
     if paired and len({len(side.values) for side in sides}) == 1:
         values = sum(side.values for side in sides)
@@ -206,31 +206,46 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
     if interval is None:
         return Estimate(value)
     low, high = interval
-    if high - low < ROUNDING and abs(value) > ROUNDING:
+    seeds_differ = any(np.ptp(side.values) > ROUNDING for side in sides)
+    if high - low < ROUNDING and (abs(value) > ROUNDING or seeds_differ):
         return Estimate(value)
+    # p follows from the interval and not from the draws, so that the two never disagree.
     half_width = value - low if value > 0 else high - value
     p_none = two_sided_p(value, half_width, degrees_of_freedom(sides))
-    sign_p = sign_test_p(_summed(sides))
+    sign_p = sign_test_p(value, _summed(sides))
     if sign_p >= 1 - (HIGH - LOW):
         low = min(low, 0.0)
         high = max(high, 0.0)
     return Estimate(value, low, high, p_none=max(p_none, sign_p))
 
 
-def sign_test_p(summed_draws: np.ndarray) -> float:
+def sign_test_p(value: float, summed_draws: np.ndarray) -> float:
     """The p-value of a sign test, where few questions differ and all in one direction; else 0.
 
-    If k questions of many differ, a share exp(−k) of the resamples holds none of them, and their
-    sum is 0 there: k is read from this share. With k ≤ 3 that is more than 2.5 %, so the interval's
-    end is 0 but for the error of the resamples' mean. By a sign test k equal signs have p = 2 · ½^k
-    (McNemar's exact test of answers that changed), which is below 0.05 from k = 6 on.
+    By a sign test k equal signs have p = 2 · ½^k (McNemar's exact test of answers that changed),
+    which is below 0.05 from k = 6 on. Two things tell k, and the smaller counts:
+
+    A share exp(−k) of the resamples holds none of k questions of many, and their sum is 0 there.
+    With k ≤ 3 that is more than 2.5 %, so the interval's end is 0 but for the error of the
+    resamples' mean.
+
+    A question that differs by x is drawn as often as a Poisson number says, so the sum's variance
+    is Σ x² and (Σ x)² / Σ x² is k where all differ by as much, as answers that are right or wrong
+    do, and less where they do not.
+
+    Args:
+        value: The sum of the questions as they are.
+        summed_draws: Those of R resamples, (R,).
     """
     is_zero = np.abs(summed_draws) <= ROUNDING
     has_both_signs = summed_draws.min() < -ROUNDING and summed_draws.max() > ROUNDING
     if has_both_signs or not is_zero.any():
         return 0.0
-    differing_questions = -math.log(is_zero.mean())
-    return min(1.0, 2 * 0.5**differing_questions)
+    if is_zero.all():
+        return 1.0
+    by_share = -math.log(is_zero.mean())
+    by_variance = value**2 / float(summed_draws.var())
+    return min(1.0, 2 * 0.5 ** min(by_share, by_variance))
 
 
 def _interval(value: float, sides: Sequence[Side]) -> tuple[float, float] | None:
@@ -281,7 +296,9 @@ def degrees_of_freedom(sides: Sequence[Side]) -> float:
     """Degrees of freedom of an interval's width (Welch & Satterthwaite), from 1 to infinity.
 
     (q + Σ v)² / (Σ v² / (S − 1) + q² / (C − 1)) for the questions' part q of the variance, each
-    side's part v of what its S seeds differ by, and C resampled clusters.
+    side's part v of what its S seeds differ by, and C resampled clusters. v is (s² − o) / S here,
+    the estimate without bias; the interval's width takes more (`seed_inflation`), since few seeds
+    show it badly.
     """
     question_variance = float(_summed(sides).var(ddof=1))
     total = question_variance
@@ -411,6 +428,14 @@ def coverage_of(alike: Sequence[Evaluation]) -> str:
     if first.subjects >= FEWEST_CLUSTERS:
         text += "; --cluster subject covers others like them"
     return text
+
+
+def p_of_comparison(metric: str, difference: Estimate) -> float | None:
+    """The p-value with which a difference counts among many comparisons; None where it does not.
+
+    A metric of which neither direction is better, `ece_signed`, is shown and not compared.
+    """
+    return None if METRICS[metric].better == "neither" else difference.p_none
 
 
 def better(metric: str, found: Estimate) -> str | None:

@@ -80,3 +80,15 @@ def test_a_sidecar_says_what_shots_were_wanted(written, index_of, tmp_path):
         sidecar = tmp_path / f"{file.name}.meta.json"
         sidecar.write_text(json.dumps({"settings": {"shots": 5}}))
     assert len(index.read(index_of(long_context, short_context)).rows) == 2
+
+
+def test_prompts_that_were_cut_are_not_those_that_were_not(written, index_of):
+    """The digest of a prompt is of its whole text, also where a model has not read all of it."""
+    whole = written("whole", prompt_sha256="ab")
+    cut = written("cut", prompt_sha256="ab", truncated=7)
+    expected = "asked with truncated prompts 0 and 60, so a difference is not the models' alone"
+    with pytest.raises(InputError, match=expected):
+        calibeval.compare(whole, cut)
+    calibeval.compare(whole, cut, different_prompts=True)
+    calibeval.compare(cut, written("cut_too", prompt_sha256="ab", truncated=3))
+    assert len(index.read(index_of(whole, cut)).rows) == 2  # of models that differ in context

@@ -275,6 +275,32 @@ def test_tables_say_what_was_resampled(project, tmp_path, run):
     assert both[0] != both[1]
 
 
+def test_notes_are_of_what_the_table_has(project):
+    """† was explained under tables without ECE, and seeds under tables of single runs."""
+    seeds = report.main_table(index.read(project()), report.read_columns("accuracy,ece"))
+    assert any("† ECE" in note for note in seeds.notes)
+    assert any("over questions and seeds," in note for note in seeds.notes)
+    single = index.read(project())
+    for row in single.rows:
+        (first, *_) = row.evaluations["toy"].items()
+        row.evaluations["toy"] = dict([first])
+    notes = report.main_table(single, report.read_columns("accuracy")).notes
+    assert not any("†" in note for note in notes)
+    assert any("95 % interval over questions," in note for note in notes)
+
+
+def test_a_metric_without_a_better_direction_is_not_compared(project):
+    """`compare` leaves the signed ECE out of Holm's family, and the table counted it."""
+    results = index.read(project())
+    without = report.difference_table(results, report.read_columns("accuracy"))
+    table = report.difference_table(results, report.read_columns("accuracy,ece_signed"))
+    (place,) = [i for i, head in enumerate(table.heads) if head.startswith("signed ECE")]
+    assert not any(line.cells[place].bold for line in table.lines)
+    assert any(line.cells[place].interval for line in table.lines)
+    (family,) = [note for note in without.notes if note.startswith("Bold: ")]
+    assert family in table.notes
+
+
 def test_texts_by_length_say_whose_calibration_it_is(project, tmp_path):
     path = project(datasets=("toy", "other"))
     by_length = {"scoring": "continuation", "normalise": "characters", "characters": [3, 4, 5, 6]}

@@ -224,6 +224,29 @@ def test_a_kept_evaluation_is_the_one_that_was_computed(kept):
             assert vars(computed) == pytest.approx(vars(read), abs=1e-6), metric
 
 
+def test_some_metrics_are_those_of_all(by_subject):
+    path = by_subject[0]
+    names = ("accuracy", "nll", "rms_debiased")
+    every = evaluations.load(path)
+    some = evaluations.measure(records.read(path), metrics=names)
+    for confidence in every.confidences:
+        assert set(some.values[confidence]) == set(names)
+        assert set(some.draws[confidence]) == {"accuracy", "nll"}
+        for name, value in some.values[confidence].items():
+            assert value == every.values[confidence][name]
+        for name, draws in some.draws[confidence].items():
+            np.testing.assert_array_equal(draws, every.draws[confidence][name])
+        np.testing.assert_array_equal(
+            some.squares[confidence]["rms_debiased"].gaps,
+            every.squares[confidence]["rms_debiased"].gaps,
+        )
+    with pytest.raises(InputError, match="metrics: no 'nlll'; expected accuracy, nll"):
+        evaluations.measure(records.read(path), metrics=["nlll"])
+    assert some.questions_sha256 == every.questions_sha256
+    assert not some.floors
+    assert not some.reliability
+
+
 def test_evaluations_are_made_anew_when_records_change(kept):
     path, first, _ = kept
     path.write_text(path.read_text().replace('"label": 0', '"label": 1', 1))
@@ -396,6 +419,23 @@ def test_few_changed_answers_are_no_difference(changed):
         assert not found.significant
         assert found.p_none > 0.05
         assert found.p_none == pytest.approx(min(1, 2 * 0.5**changed), rel=0.5)
+
+
+def test_five_changed_answers_are_no_difference_but_rarely():
+    """The sign test's p is 0.0625. By the share of zeros alone 11.5 % were called different."""
+    found = changed_answers(200, 1000, 5)
+    assert sum(difference.significant for difference in found) <= 0.03 * len(found)
+
+
+def test_seeds_that_differ_in_opposite_ways_do_not_agree():
+    """The answers of two runs that changed by +0.3 and −0.3 in every resample came to [0, 0]."""
+    side = stats.Side(np.array([0.3, -0.3]), np.array([[0.3] * 9, [-0.3] * 9]))
+    found = stats.estimate_sum(side)
+    assert found.value == 0
+    assert found.low is None
+    assert found.p_none is None
+    same = stats.Side(np.zeros(2), np.zeros((2, 9)))
+    assert (stats.estimate_sum(same).low, stats.estimate_sum(same).high) == (0, 0)
 
 
 def test_ten_changed_answers_are_a_difference():
