@@ -128,7 +128,10 @@ def request_from(arguments: argparse.Namespace) -> Request:
 def _described_option(problem: Problem, task: str) -> str:
     """What is wrong with an option, as it is typed."""
     path = problem.path[2:] if problem.path[:2] == ("tasks", "0") else problem.path
-    if not path:
+    if not path:  # a rule of several options, whose message begins with the name of one
+        name, _, rule = problem.message.partition(": ")
+        if name in (*TASK_FIELDS, *ENGINE_FIELDS):
+            return f"--{name.replace('_', '-')}: {rule}"
         return f"--task {task}: {problem.message}"
     option = f"--{path[0].replace('_', '-')}"
     if problem.kind is ProblemKind.MISSING:
@@ -427,7 +430,7 @@ COMMANDS = {
     "import": Command(run_import, add_import_options),
     "metrics": Command(run_metrics, add_metrics_options, compares_texts=True),
     "compare": Command(run_compare, add_compare_options, compares_texts=True),
-    "check": Command(run_check, add_check_options),
+    "check": Command(run_check, add_check_options, continues=True),
     "temperature": Command(run_temperature, add_temperature_options),
     "conformal": Command(run_conformal, add_conformal_options),
     "collect": Command(run_collect, add_collect_options),

@@ -1,6 +1,7 @@
 """Chat templates: a question as a user's turn, its answer as the beginning of the assistant's.
 
-    system      the system text, then the task's header; no turn where there is neither
+    system      the system text, then the task's header; no turn where there is neither, though
+                some templates write a system text of their own then
     user        an example's question     \\  or all of them, and the question, in one
     assistant   the example's answer      /   user's turn
     user        the question
@@ -17,10 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from jinja2.exceptions import TemplateError
-
 from calibeval.io import InputError, read_text
 from calibeval.request import FewShotForm, Task
+from calibeval.task_files import FILLING_ERRORS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,7 @@ class ChatFormat:
         try:
             turns = [_turn("system", SYSTEM_PROBE), _turn("user", USER_PROBE)]
             return SYSTEM_PROBE in self._render(turns)
-        except TemplateError:
+        except FILLING_ERRORS:
             return False
 
     def prompt(self, header: str, examples: Sequence[Exchange], question: str) -> str:
@@ -89,7 +89,7 @@ class ChatFormat:
             turns.append(_turn("user", question))
         try:
             return self._render(turns)
-        except TemplateError as error:
+        except FILLING_ERRORS as error:
             raise InputError(
                 f"{self.source}: this chat template cannot be filled: {error}"
             ) from error

@@ -63,12 +63,21 @@ class ScoringMode(ABC):
 
     default_shots: ClassVar[int]
     """Few-shot examples of a task that does not say how many."""
-    counts_last_token: ClassVar[bool]
-    """Whether a prompt must leave room for all tokens of a choice, or for all but the last."""
+    leaves_room_for_last_token: ClassVar[bool]
+    """Whether context and choice must fit with the choice's last token, which is never read.
+
+    Letters need not: the context and all but the last token of a letter are at most
+    `engines.prompt_limit`. Texts must, so that as long a context is kept as records have always
+    been made with; that is one token less than the model could read.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):
         self.tokenizer = tokenizer
         self.chat = chat
+
+    def prompt(self, subject: Subject, question: Question, shots: int) -> Prompt:
+        """The question's prompt, in a chat if this instance asks in one."""
+        return self.build(subject, question, shots, self.chat)
 
     @classmethod
     def build(
@@ -99,7 +108,10 @@ class ScoringMode(ABC):
     @staticmethod
     @abstractmethod
     def ask(question: Question, strips: bool) -> str:
-        """The question's text up to its answer, which `strips` frees of white space around it."""
+        """The question's text up to its answer.
+
+        With `strips` a text with letters loses white space around it; a context never does.
+        """
 
     @staticmethod
     @abstractmethod
@@ -129,7 +141,7 @@ class ScoringMode(ABC):
     def length_after_context(self, branches: Branches) -> int:
         """How many tokens after the context must fit into what the model reads."""
         longest = max(len(branch) for branch in branches)
-        return longest if self.counts_last_token else longest - 1
+        return longest if self.leaves_room_for_last_token else longest - 1
 
 
 class LetterScoring(ScoringMode):
@@ -139,7 +151,7 @@ class LetterScoring(ScoringMode):
     """
 
     default_shots = 5  # hendrycks/test's
-    counts_last_token = False
+    leaves_room_for_last_token = False
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):
         super().__init__(tokenizer, chat)
@@ -173,7 +185,7 @@ class LetterScoring(ScoringMode):
         tokenized = []
         for prompt, context in zip(prompts, contexts, strict=True):
             letters = self._letters_after(prompt, adds_start_token)
-            kept = context[: len(context) - letters.merged]
+            kept = context[: len(context) - letters.replaced]
             tokenized.append(TokenizedPrompt(kept, letters.branches))
         return tokenized
 
@@ -202,7 +214,7 @@ class ContinuationScoring(ScoringMode):
     """The choices' own texts are scored, each after the same context."""
 
     default_shots = 0  # lm-evaluation-harness's
-    counts_last_token = True
+    leaves_room_for_last_token = True
 
     @staticmethod
     def header(subject: Subject, in_chat: bool) -> str:
@@ -229,7 +241,9 @@ class ContinuationScoring(ScoringMode):
 
         As lm-evaluation-harness splits them: context and ending are tokenized together and parted
         at the length of the context's own ids; spaces and newlines at the context's end go to the
-        ending.
+        ending, as those do with which a chat's template begins the answer. Where the context's last
+        token would be another with the ending behind it, the ending is parted in that token's
+        middle, and what is left of it is scored, there as here. Letters refuse this.
         """
         texts = []
         for prompt in prompts:
@@ -254,7 +268,8 @@ class ContinuationScoring(ScoringMode):
     def record_fields(prompt: Prompt, normalise: Normalization) -> dict[str, Any]:
         """The texts' lengths, by which their log-probabilities may be divided.
 
-        They leave out the space before a text, as lm-evaluation-harness does.
+        They leave out the space before a text, and what a chat's template begins the answer with,
+        as lm-evaluation-harness does.
         """
         return {
             "scoring": "continuation",
@@ -311,10 +326,10 @@ def appends_end_token(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 @dataclass(frozen=True)
 class Letters:
-    """The letters' token ids after a context whose last `merged` tokens they replace."""
+    """The letters' token ids after a context whose last `replaced` tokens are in them."""
 
     branches: Branches
-    merged: int = 0
+    replaced: int = 0
 
 
 def find_letters(
@@ -339,10 +354,10 @@ def find_letters(
         kept = min(_common_length(context, token_ids) for token_ids in whole)
     branches = tuple(tuple(token_ids[kept:]) for token_ids in whole)
     for letter, token_ids, branch in zip(letters, whole, branches, strict=True):
-        merged = not branch or token_ids[:kept] != context[:kept]
+        joins_context = not branch or token_ids[:kept] != context[:kept]
         unknown = tokenizer.unk_token_id in branch
         ambiguous = branches.count(branch) > 1
-        if merged or unknown or ambiguous:
+        if joins_context or unknown or ambiguous:
             tokens = tokenizer.convert_ids_to_tokens(token_ids[-6:])
             raise InputError(
                 f"the tokenizer cannot score the letter {letter!r}: {text[-12:]!r} and it "

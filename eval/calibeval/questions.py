@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from calibeval.io import InputError
-from calibeval.task_files import RowTemplates, UnknownColumn
+from calibeval.task_files import FILLING_ERRORS, RowTemplates, UnknownColumn
 from calibeval.validation import (
     Problem,
     ProblemKind,
@@ -117,6 +117,7 @@ class QuestionRow(BaseModel, strict=True):
             text=self.question,
             choices=self.choices,
             label=label,
+            # An empty cell of a CSV file says nothing.
             context=self.context or f"Question: {self.question.strip()}\nAnswer:",
             endings=self.endings or self.choices,
         )
@@ -169,7 +170,7 @@ def _values_of(
         raise InputError(
             f"{place}: no column {error.column!r}, which {task} asks for; it has: {columns}{hint}"
         ) from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except FILLING_ERRORS as error:
         raise InputError(
             f"{place}: not a row of this task, {task}: {error}; its columns are {columns}"
         ) from error

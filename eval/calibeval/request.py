@@ -67,7 +67,7 @@ class Task(Strict):
     limit: Positive | None = None
     """How many questions of each subject are asked, from the first; null asks all."""
     examples: str | None = None
-    """File of solved examples, for tasks that are files of your own."""
+    """File of solved examples; a task with a file a subject, as MMLU's, takes its own split's."""
     chat_template: str | None = None
     """Chat template to ask with: `tokenizer` takes the model's, FILE.jinja a file; null: none."""
     few_shot: FewShotForm | None = None
@@ -88,13 +88,20 @@ class Task(Strict):
     @model_validator(mode="before")
     @classmethod
     def _takes_data_of_its_file(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "data" not in values:
+        if isinstance(values, dict) and values.get("data") is None:
             task = values.get("task")
             if isinstance(task, str) and task_files.is_task_name(task):
                 data = task_files.default_data(task)
                 if data is not None:
                     return {**values, "data": data}
         return values
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_file_name(cls, name: str | None) -> str | None:
+        if name is not None and (name in ("", ".", "..") or Path(name).name != name):
+            raise ValueError("expected a file's name without a folder")
+        return name
 
     @model_validator(mode="after")
     def _chat_options_are_of_a_chat(self) -> "Task":
@@ -135,6 +142,8 @@ class Request(Strict):
     def _options_are_the_engines(self) -> "Request":
         if self.gpu_memory_utilization is not None and self.engine != "vllm":
             raise ValueError("gpu_memory_utilization: is for engine vllm")
+        if self.batch_size is not None and self.engine != "transformers":
+            raise ValueError("batch_size: is for engine transformers; vLLM finds its own")
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Scoring: questions → prompts → engine → records, kept as they are made.
+"""Scoring: questions → prompts → engine → records; a folder's are kept as they are made.
 
 `score` is what the command line, sweeps and `CalibrationCallback` call. It reads all data, fits the
 prompts into the model's context (`fit_prompts`), and fills a file of records for each task
@@ -346,8 +346,10 @@ def fit_prompts(
     """Every question's prompt, with closing shots dropped until it fits `max_length` tokens.
 
     As the official script does: k-shot, then k−1, … (hendrycks/test, evaluate.py). A question that
-    does not fit even without examples loses tokens on the left, as lm-evaluation-harness has it;
-    a warning counts such questions, and their records say how many tokens. Choices that do not fit
+    does not fit even without examples loses tokens on the left, the start token and a chat's first
+    turn among them. lm-evaluation-harness does so too, but for each choice by itself and with up to
+    two tokens more; here all choices keep one context, which the longest leaves room for. A warning
+    counts such questions, and their records say how many tokens. Choices that do not fit
     by themselves raise `InputError`. `max_length=None` lets everything fit.
     """
     task = resolved(task)
@@ -357,7 +359,7 @@ def fit_prompts(
     pending = _candidates(subjects, task)
     items: dict[int, Item] = {}
     while pending:
-        prompts = [mode.build(c.subject, c.question, c.shots, chat_format) for c in pending]
+        prompts = [mode.prompt(c.subject, c.question, c.shots) for c in pending]
         tokenized_prompts = mode.tokenize(prompts)
         too_long = []
         for candidate, prompt, tokenized in zip(pending, prompts, tokenized_prompts, strict=True):

@@ -1,4 +1,4 @@
-"""Records while they are made: what is finished survives kill -9, half a line never counts.
+"""Records of a model's folder while they are made: they survive kill -9, but for half a line.
 
     RECORDS.jsonl.part, RECORDS.jsonl.part.meta.json   so far: records and settings
     RECORDS.jsonl, RECORDS.jsonl.meta.json             at the end
@@ -29,6 +29,8 @@ COMPARED_BY_DIGEST = (
     "limit",
     "chat_template",
 )
+# The settings of the engines that made the first records, where another has made the last ones.
+EARLIER_ENGINES = "earlier_engine_settings"
 # Settings that sidecars of earlier versions lack; what these were made with is not known then.
 OF_LATER_VERSIONS = ("normalise", "chat_template_sha256", "ids_sha256", "tokens_sha256")
 # What differs where a digest does, if it has no setting of its own to be told by.
@@ -50,12 +52,16 @@ class Store:
         self.out = out
         self.part = part_of(out)
         self.settings = dict(settings)
+        # Of a part beside a whole file the whole one is returned, so it does not matter which of
+        # the two has told the engine's settings.
         for file in (self.out, self.part):
             if file.exists():
                 earlier = earlier_settings(file)
                 known = {**_settings_of_records(file), **earlier}
                 _refuse_other_settings(known, settings, file)
                 self.settings["engine_settings"] = earlier.get("engine_settings")
+                if EARLIER_ENGINES in earlier:
+                    self.settings[EARLIER_ENGINES] = earlier[EARLIER_ENGINES]
 
     def finished(self) -> dict[str, RawRecord]:
         """The whole records of what was made so far, by the question's id.
@@ -84,11 +90,14 @@ class Store:
 
         What `dtype=auto` comes to is known only when the engine is loaded. Where finished records
         were made with another value of a setting in `decisive_names`, `InputError` names both.
+        Where another setting differs, such as the device, the sidecar tells both engines.
         """
         earlier = self.settings.get("engine_settings") or {}
         # An earlier version of the engine may not have written all of them.
         decisive = {name: engine_settings[name] for name in decisive_names if name in earlier}
         _refuse_other_settings(earlier, decisive, self.part)
+        if earlier and earlier != engine_settings:
+            self.settings[EARLIER_ENGINES] = [*self.settings.get(EARLIER_ENGINES, []), earlier]
         self.settings["engine_settings"] = engine_settings
         write_text(records.sidecar(self.part), json.dumps({"settings": self.settings}, indent=1))
 

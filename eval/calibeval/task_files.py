@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jinja2
+import jinja2.meta
 import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BeforeValidator, Field
@@ -58,6 +59,16 @@ def _environment() -> jinja2.Environment:
 
 
 ENVIRONMENT = _environment()
+
+# What filling a template raises: Jinja's own errors, and those of the expressions in it.
+FILLING_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
 
 
 class UnknownColumn(ValueError):
@@ -106,6 +117,11 @@ class Template:
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.text!r}: {error}") from error
         return value
+
+    @property
+    def variables(self) -> set[str]:
+        """The names of the variables that the text asks for."""
+        return jinja2.meta.find_undeclared_variables(ENVIRONMENT.parse(self.text))
 
     def _unknown_column(self, message: str) -> str | None:
         """The column that Jinja's message says is not there; None where it is about another value.
@@ -170,12 +186,12 @@ class DataSource(_TemplatesInside):
     @property
     def has_file_a_subject(self) -> bool:
         """Whether a split is a file for each subject, which names it."""
-        return "subject" in self.files.text
+        return "subject" in self.files.variables
 
     @property
     def has_languages(self) -> bool:
         """Whether the data are chosen by a language."""
-        return self.config is not None and "language" in self.config.text
+        return self.config is not None and "language" in self.config.variables
 
 
 class RowTemplates(_TemplatesInside):
@@ -209,7 +225,7 @@ class RowTemplates(_TemplatesInside):
                     values[key] = [part(variables) for part in template]
             except UnknownColumn:
                 raise
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+            except FILLING_ERRORS as error:
                 raise ValueError(f"row.{key}: {error}") from error
         return values
 
@@ -234,7 +250,7 @@ class Examples(Strict):
     """Where the split's file is not there, the first of the asked questions are the examples."""
 
 
-class Headers(_TemplatesInside):
+class HeaderTemplates(_TemplatesInside):
     """What stands before the examples; `topic` and `subject` are variables."""
 
     letters: Jinja = Template(
@@ -257,7 +273,7 @@ class TaskFile(_TemplatesInside):
     row: RowTemplates = RowTemplates()
     examples: Examples = Examples()
     topic: Jinja = Template("{{ subject | replace('_', ' ') }}")
-    headers: Headers = Headers()
+    headers: HeaderTemplates = HeaderTemplates()
     scoring: ScoringName = "letters"
     """The convention of the task's users."""
     normalise: Normalization = "sum"

@@ -16,7 +16,7 @@ from calibeval.io import InputError, counted, json_lines, read_text
 from calibeval.prompts import SCORING_MODES
 from calibeval.questions import Headers, Question, Subject, questions_from_rows
 from calibeval.request import Normalization, ResolvedTask, Task
-from calibeval.task_files import TaskFile, Template, UnknownColumn
+from calibeval.task_files import FILLING_ERRORS, TaskFile, Template, UnknownColumn
 from calibeval.validation import did_you_mean
 
 HUB = "hub:"  # begins the `data` of a task that is read from the Hugging Face hub
@@ -164,7 +164,7 @@ class _Reader:
                 f"{self.task.task}: {key} is {template.text!r}: no variable {error.column!r}; "
                 f"there are {', '.join(variables)}{did_you_mean(error.column, variables)}"
             ) from error
-        except ValueError as error:
+        except FILLING_ERRORS as error:
             raise InputError(f"{self.task.task}: {key}: {error}") from error
 
     # --- Few-shot examples ---
@@ -189,7 +189,7 @@ class _Reader:
         return self._questions(str(asked.with_name(self._file_name(split))), "")
 
     def _lacks_examples(self, folder: Path, split: str) -> bool:
-        """Whether the asked questions must give the examples: a folder has no others."""
+        """Whether the asked questions must give the examples, since a folder lacks their file."""
         if not self.task_file.examples.asked_file_will_do or not folder.is_dir():
             return False
         return not (folder / self._file_name(split)).is_file() and not _is_hub_folder(folder)

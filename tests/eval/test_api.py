@@ -1,6 +1,7 @@
 """From Python: what the commands do, of a folder and of a model in memory."""
 
 import copy
+import dataclasses
 import json
 from typing import get_args
 
@@ -211,12 +212,28 @@ TASK = {"task": "mmlu", "data": "d"}
             {"tasks": [TASK], "gpu_memory_utilization": 0.5},
             "gpu_memory_utilization: is for engine vllm",
         ),
+        ({"tasks": [TASK], "engine": "vllm", "batch_size": 8}, "batch_size: is for engine transf"),
+        ({"tasks": [{**TASK, "name": "../x"}]}, r"tasks.0.name is '../x': expected a file's name"),
+        ({"tasks": [{**TASK, "name": ".."}]}, r"tasks.0.name is '..': expected a file's name"),
         ({"tasks": [TASK, TASK]}, "'mmlu' twice; give one of them"),
     ],
 )
 def test_a_request_that_cannot_be(given, expected):
     with pytest.raises(InputError, match=expected):
         calibeval.score("m", **given)
+
+
+def test_data_that_are_null_are_the_task_files():
+    """As every other null, it takes the default."""
+    assert Task.model_validate({"task": "piqa", "data": None}) == Task(task="piqa")
+
+
+def test_a_confidence_that_the_records_lack_is_named(two_runs):
+    five, _ = two_runs
+    assert calibeval.reliability(five, "vocabulary")
+    texts = dataclasses.replace(five, letter_mass=np.full(len(five), np.nan))
+    with pytest.raises(InputError, match="no confidence 'vocabulary'; there is 'choices'"):
+        calibeval.reliability(texts, "vocabulary")
 
 
 def test_every_public_name_is_there():

@@ -71,6 +71,16 @@ def test_examples_in_one_turn(tokenizer, mmlu):
     )
 
 
+@pytest.mark.parametrize("expression", ["message.content + none", "1 / 0", "[][0].x", "none()"])
+def test_a_template_that_fails_is_named(tokenizer, mmlu, tmp_path, expression):
+    """An error that is not Jinja's own was a traceback."""
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for message in messages %}{{ " + expression + " }}{% endfor %}")
+    expected = r"--chat-template \S*t.jinja: this chat template cannot be filled: "
+    with pytest.raises(InputError, match=expected):
+        prompt(tokenizer, mmlu, chat_template=str(template))
+
+
 def test_records_say_so(run, command, chat_model, mmlu, tmp_path):
     plain = tmp_path / "r.jsonl"
     in_chat = tmp_path / "chat.jsonl"
@@ -140,7 +150,7 @@ def test_a_template_that_ends_in_a_space():
     ids = [tokenizer.convert_tokens_to_ids(piece) for piece in ("▁A", "▁B")]
     letters = find_letters(tokenizer, "light: ", ["A", "B"], in_chat=True)
     assert letters.branches == ((ids[0],), (ids[1],))
-    assert letters.merged == 1
+    assert letters.replaced == 1
     with pytest.raises(InputError, match="cannot score the letter 'A'"):
         find_letters(tokenizer, "light: ", ["A", "B"])
 
@@ -159,8 +169,8 @@ def test_a_template_without_system_texts(run, refused, command, chat_model, tmp_
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--system", "x"], "system: is for a chat; give chat_template as well"),
-        (["--few-shot", "turns"], "few_shot: is for a chat; give chat_template as well"),
+        (["--system", "x"], "error: --system: is for a chat; give chat_template as well"),
+        (["--few-shot", "turns"], "error: --few-shot: is for a chat; give chat_template as well"),
         (["--chat-template", "tokeniser"], "tokeniser: no such file; expected one in Jinja, or"),
         (["--chat-template", "tokenizer"], "has no chat template; give --chat-template FILE.jinja"),
         (["--chat-template", "bad.jinja"], "bad.jinja: this chat template cannot be filled"),

@@ -145,6 +145,21 @@ def test_another_batch_size_is_not(store):
     assert list(store.finished()) == ["a/0"]
 
 
+def test_a_sidecar_tells_every_engine_of_its_records(store, tmp_path):
+    """It told the last one's device as if that had made the first records too."""
+    cpu = {**BFLOAT16, "device": "cpu"}
+    store.keep_engine_settings(cpu, DECISIVE)
+    again = Store(tmp_path / "r.jsonl", {"dtype": "auto"})
+    again.keep_engine_settings(cpu, DECISIVE)
+    last = {**BFLOAT16, "device": "H200"}
+    again = Store(tmp_path / "r.jsonl", {"dtype": "auto"})
+    again.keep_engine_settings(last, DECISIVE)
+    again.finish([LETTERS], {})
+    settings = json.loads((tmp_path / "r.jsonl.meta.json").read_text())["settings"]
+    assert settings["engine_settings"] == last
+    assert settings["earlier_engine_settings"] == [BFLOAT16, cpu]
+
+
 def test_finished_parts_are_read_as_they_are(tiny_model, tmp_path, run, monkeypatch, capsys):
     """The process that writes the file may have had nothing left to score, and no engine; ids may
     hold what ends a line elsewhere."""

@@ -374,10 +374,39 @@ def test_malformed_task_files(logic, old, new, expected):
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("topic:", 'topic: "{{ 1 + subject }}" #', r"logic.yaml: topic: unsupported operand"),
+        ("topic:", 'topic: "{{ 1 / 0 }}" #', r"logic.yaml: topic: division by zero"),
+        ("subject: logic", 'subject: "{{ 1 / 0 }}"', r"rows.csv, line 2: .*division by zero"),
+    ],
+)
+def test_expressions_that_fail_are_named(logic, old, new, expected):
+    """Those that raise no error of Jinja's own were tracebacks."""
+    logic.write_text(LOGIC.replace(old, new, 1))
+    with pytest.raises(InputError, match=expected):
+        tasks.load(Task(task=str(logic), shots=0))
+
+
+def test_a_files_name_may_have_a_variables_name_in_it(tmp_path):
+    """`subjects.jsonl` was taken for a file a subject."""
+    task = tmp_path / "own.yaml"
+    task.write_text("data: {files: subjects.jsonl}\nheaders: {letters: ''}\n")
+    row = {"question": "q", "choices": ["a", "b"], "answer": 0}
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data" / "subjects.jsonl", [row, {**row, "question": "r"}])
+    examples = write_lines(tmp_path / "examples.jsonl", [{**row, "question": "shown"}])
+    (subject,) = load(str(task), tmp_path / "data", shots=1, examples=str(examples))
+    assert [question.text for question in subject.questions] == ["q", "r"]
+
+
+@pytest.mark.parametrize(
     ("options", "expected"),
     [
         (["--shots", "five"], "error: --shots five: expected a whole number"),
         (["--limit", "0"], "error: --limit 0: expected 1 or more"),
+        (["--few-shot", "turns"], "error: --few-shot: is for a chat; give chat_template as well"),
+        (["--engine", "vllm", "--batch-size", "8"], "error: --batch-size: is for engine transf"),
         (["--task", "jsonl"], "error: --task jsonl: give --data as well"),
     ],
 )

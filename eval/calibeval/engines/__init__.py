@@ -177,7 +177,8 @@ def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
 def prompt_limit(config: "PretrainedConfig") -> int | None:
     """The most tokens of a prompt: the model's positions less one, which the answer takes.
 
-    None where the model's positions have no limit.
+    None where the model's positions have no limit, or its config calls it by another name than
+    `max_position_embeddings`.
     """
     positions = getattr(text_config(config), "max_position_embeddings", None)
     if not positions:

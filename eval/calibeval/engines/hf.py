@@ -132,7 +132,8 @@ class TransformersEngine:
         """Yield (job index, log-probability of each branch) for every job.
 
         Batches of nothing but jobs to `skip` are left out; the others are what they would be
-        without, so that an interrupted run comes to the same bytes.
+        without, so that an interrupted run comes to the same bytes if it goes on with the same
+        batch size on a device of the same kind.
         """
         branches_of_job = {job.index: job.branches for group in groups for job in group}
         longest = max((job.length for group in groups for job in group), default=0)
@@ -145,6 +146,7 @@ class TransformersEngine:
                 scores_of_job = scores[job.index]
                 for branch in job.branches:
                     scores_of_job[branch] = next(logprobs_of_branch).sum().item()
+                # A job that was parted into one for each choice is done with the last of them.
                 branches = branches_of_job[job.index]
                 if len(scores_of_job) == len(set(branches)):
                     yield job.index, [scores_of_job[branch] for branch in branches]
