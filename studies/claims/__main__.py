@@ -8,20 +8,21 @@ them; the records of each run are packed into records/MODEL/ as it ends, and `re
 into records/MODEL.parquet. What is there is not run again, on whatever machine:
 
     grid          4 learning rates at β = 0; the lowest held-out loss chooses that of other parts
-    seeds         the base model; β of 0, 0.1, 0.2, 0.3 and 0.5
-    high          the same of MMLU at 2e-4, the top of the paper's grid
-    harm          the same at 5e-5, two epochs of the summed, unclipped loss
+    recommended   the base model; β of 0, 0.1, 0.2, 0.3 and 0.5, one epoch of the mean loss
+    high-rate     the same of MMLU at 2e-4, the top of the paper's grid
+    over-trained  the same at 5e-5, two epochs of the summed, unclipped loss
     sum           the summed loss, clipped
     filtered      the filtered gradient, at β = 0.1
-    equal         β = 0 at the learning rate whose held-out loss is that of `seeds` at β = 0.1
+    equal         β = 0 at the rate whose held-out loss is that of `recommended` at β = 0.1
     script        β of 0 and 0.1 through open-instruct's finetune.py (OPEN_INSTRUCT_DIR)
     unigram       β spread over tokens as often as they are learnt, at β = 0.1
     base-mean     β spread as the base model predicts them in the mean, at β = 0.1
-    half, twice   half the conversations, and all of them twice, at β = 0
-    after         a temperature fitted on MMLU's val questions after β = 0
+    half-data     half the conversations, at β = 0
+    two-epochs    all of them twice, at β = 0
+    temperature   a temperature fitted on MMLU's val questions after β = 0
     averaged      weights averaged with the base model's after β = 0
-    price         entropy less NLL of each model that is still there, and the temperature that
-                  pays it back
+    entropy-gap   entropy less NLL of each model that is still there, and the temperature at
+                  which it is 0
     summary       accuracy, calibration error and log loss in each setting, as the records tell
     report        what smoothing does in each setting, as the records tell, and to all models
                   in forest.png
@@ -37,7 +38,7 @@ from pathlib import Path
 
 from calibeval.io import InputError, finish
 from studies.claims.parts import PARTS, REPOSITORY, Rate, Study, sweep_overrides
-from studies.claims.posthoc import average_weights, fit_temperatures, measure_prices
+from studies.claims.posthoc import average_weights, fit_temperatures, measure_entropy_gaps
 from studies.claims.records import RecordStore
 from studies.claims.report import report
 from studies.claims.summary import summary
@@ -45,9 +46,9 @@ from studies.claims.training import train
 
 # What rests on trained models, by the name of the part, in the order in which it is done.
 STEPS = {
-    "after": fit_temperatures,
+    "temperature": fit_temperatures,
     "averaged": average_weights,
-    "price": measure_prices,
+    "entropy-gap": measure_entropy_gaps,
     "summary": summary,
     "report": report,
 }
@@ -81,8 +82,8 @@ def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
     failed = []
     for part in PARTS:
         if part.name in wanted and "grid" not in failed:  # whose rate is that of all others
-            # The rate of an equal loss depends on which runs of `seeds` there are.
-            waits = part.rate is Rate.EQUAL_LOSS and "seeds" in failed
+            # The rate of an equal loss depends on which runs of `recommended` there are.
+            waits = part.rate is Rate.EQUAL_LOSS and "recommended" in failed
             if waits or train(study, part, sweep_overrides(study, part, overrides)):
                 failed.append(part.name)
     for name, step in STEPS.items():

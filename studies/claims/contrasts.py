@@ -90,11 +90,11 @@ class UnpackedRun:
 
 DONE = "DONE"  # beside a run's unpacked records, with the digest of what was unpacked
 BASE = Term("base")
-PLAIN = Term("seeds", 0.0)
-SMOOTHED = Term("seeds", 0.1)
-OVER_TRAINED = Term("harm", 0.0)
+PLAIN = Term("recommended", 0.0)
+SMOOTHED = Term("recommended", 0.1)
+OVER_TRAINED = Term("over-trained", 0.0)
 # OVER_TRAINED at a temperature that is fitted on MMLU's test questions, each half for the other.
-COOLED = Term("cooled")
+OVER_TRAINED_COOLED = Term("over-trained-temperature")
 
 
 def pair(name: str, plus: Term, minus: Term) -> Contrast:
@@ -107,40 +107,48 @@ def smoothing_effect(name: str, part: str, label_smoothing: float = 0.1) -> Cont
     return pair(name, Term(part, label_smoothing), Term(part, 0.0))
 
 
-def less_seeds_effect(name: str, part: str) -> Contrast:
-    """What label smoothing changes within a part, less what it changes within `seeds`."""
+def less_recommended_effect(name: str, part: str) -> Contrast:
+    """What label smoothing changes within a part, less what it changes within `recommended`."""
     return Contrast(name, (Term(part, 0.1), PLAIN), (Term(part, 0.0), SMOOTHED))
 
 
 CONTRASTS = [
     pair("β = 0 less base", PLAIN, BASE),
-    pair("harm less base", OVER_TRAINED, BASE),
-    pair("twice less base", Term("twice", 0.0), BASE),
-    pair("two epochs less one", Term("twice", 0.0), PLAIN),
+    pair("over-trained less base", OVER_TRAINED, BASE),
+    pair("two epochs less base", Term("two-epochs", 0.0), BASE),
+    pair("two epochs less one", Term("two-epochs", 0.0), PLAIN),
     *(
         smoothing_effect(f"{part}: β = {beta} less 0", part, beta)
-        for part in ("seeds", "high", "harm")
+        for part in ("recommended", "high-rate", "over-trained")
         for beta in BETAS[1:]
     ),
     smoothing_effect("sum, clipped: 0.1 less 0", "sum"),
-    less_seeds_effect("– less that of `seeds`, sum, clipped", "sum"),
+    less_recommended_effect("– less that of `recommended`, sum, clipped", "sum"),
     smoothing_effect("open-instruct's script: 0.1 less 0", "script"),
-    less_seeds_effect("– less that of `seeds`, open-instruct's script", "script"),
+    less_recommended_effect("– less that of `recommended`, open-instruct's script", "script"),
     pair("equal held-out loss: 0.1 less 0", SMOOTHED, Term("equal", 0.0)),
-    pair("temperature after β = 0, less β = 0", Term("after"), PLAIN),
-    pair("temperature after β = 0, less β = 0.1", Term("after"), SMOOTHED),
-    pair("temperature after β = 0, less β = 0.3", Term("after"), Term("seeds", 0.3)),
-    pair("DACA's temperature after β = 0, less β = 0", Term("aligned"), PLAIN),
-    pair("DACA's temperature after β = 0, less β = 0.1", Term("aligned"), SMOOTHED),
+    pair("temperature after β = 0, less β = 0", Term("temperature"), PLAIN),
+    pair("temperature after β = 0, less β = 0.1", Term("temperature"), SMOOTHED),
+    pair("temperature after β = 0, less β = 0.3", Term("temperature"), Term("recommended", 0.3)),
+    pair("DACA's temperature after β = 0, less β = 0", Term("daca"), PLAIN),
+    pair("DACA's temperature after β = 0, less β = 0.1", Term("daca"), SMOOTHED),
     # Not alike: DACA's is fitted on the test questions themselves, the other one on val questions.
-    pair("DACA's temperature (of the test) less one of val", Term("aligned"), Term("after")),
-    pair("harm: temperature after β = 0, less β = 0", COOLED, OVER_TRAINED),
-    pair("harm: temperature after β = 0, less β = 0.3", COOLED, Term("harm", 0.3)),
-    pair("harm: temperature after β = 0, less β = 0.5", COOLED, Term("harm", 0.5)),
+    pair("DACA's temperature (of the test) less one of val", Term("daca"), Term("temperature")),
+    pair("over-trained: temperature after β = 0, less β = 0", OVER_TRAINED_COOLED, OVER_TRAINED),
+    pair(
+        "over-trained: temperature after β = 0, less β = 0.3",
+        OVER_TRAINED_COOLED,
+        Term("over-trained", 0.3),
+    ),
+    pair(
+        "over-trained: temperature after β = 0, less β = 0.5",
+        OVER_TRAINED_COOLED,
+        Term("over-trained", 0.5),
+    ),
     pair("averaged with base, less β = 0", Term("averaged"), PLAIN),
     pair("averaged with base, less β = 0.1", Term("averaged"), SMOOTHED),
-    pair("half the conversations, less β = 0", Term("half"), PLAIN),
-    pair("half the conversations, less β = 0.1", Term("half"), SMOOTHED),
+    pair("half the conversations, less β = 0", Term("half-data"), PLAIN),
+    pair("half the conversations, less β = 0.1", Term("half-data"), SMOOTHED),
     pair("filtered less exact, β = 0.1", Term("filtered", 0.1), SMOOTHED),
     pair("unigram less uniform, β = 0.1", Term("unigram", 0.1), SMOOTHED),
     pair("base mean less uniform, β = 0.1", Term("base-mean", 0.1), SMOOTHED),
@@ -174,24 +182,25 @@ GUARDS = {
 }
 
 
-def unpacked(study: Study) -> list[UnpackedRun]:
+def unpack_answers(study: Study) -> list[UnpackedRun]:
     """Every run of a model that has answers, with its records unpacked into the runs' folder.
 
-    Beside the runs that were scored these are parts whose answers are made of others': `after`,
-    those of `seeds` at β = 0 at the temperature that was fitted to each; "aligned", the same at
-    DACA's; and those of `cooled_over_trained`.
+    Beside the runs that were scored these are parts whose answers are made of others':
+    `temperature`, those of `recommended` at β = 0 at the temperature that was fitted to each;
+    `daca`, the same at DACA's; and `over-trained-temperature`, which
+    `over_trained_at_a_temperature` makes.
     """
     records = study.store.runs(study.model)
     if not records:
         raise InputError(f"{study.store.folder}: no records of {study.model}")
     runs = unpack_scored_runs(study, records)
     for record in records:
-        if record.part == "after":
+        if record.part == "temperature":
             after = UnpackedRun(record, unpacked_folder(study, record))
             apply_temperature(runs, after)
             runs.append(after)
     folder = study.runs_folder / "unpacked" / study.model
-    return runs + aligned_with_base(runs, folder) + cooled_over_trained(runs, folder)
+    return runs + at_dacas_temperature(runs, folder) + over_trained_at_a_temperature(runs, folder)
 
 
 def unpacked_folder(study: Study, record: RunRecord) -> Path:
@@ -222,58 +231,58 @@ def _is_unpacked(study: Study, record: RunRecord, folder: Path) -> bool:
 
 
 def apply_temperature(runs: list[UnpackedRun], after: UnpackedRun) -> None:
-    """Write what a run of `seeds` answers by letters at the temperature that was fitted to it.
+    """Write what a run of `recommended` answers by letters at the temperature fitted to it.
 
     It was fitted on MMLU's val questions, and is carried to the other tasks.
     """
     for task in LETTER_TASKS:
-        plain = record_files(runs, PLAIN, task).get(after.record.seed)
+        plain = files_by_seed(runs, PLAIN, task).get(after.record.seed)
         if plain:
             temperature = after.record.temperature
-            assert temperature is not None  # every run of the part `after` has one
+            assert temperature is not None  # every run of the part `temperature` has one
             rows = [scaling.scaled(row, temperature) for _, row in json_lines(plain)]
             write_rows(after.folder / f"{task}.jsonl", rows)
             after.record.tasks[task] = len(rows)
 
 
-def aligned_with_base(runs: list[UnpackedRun], folder: Path) -> list[UnpackedRun]:
-    """Write what the runs of `seeds` at β = 0 answer by letters at DACA's temperature.
+def at_dacas_temperature(runs: list[UnpackedRun], folder: Path) -> list[UnpackedRun]:
+    """Write what the runs of `recommended` at β = 0 answer by letters at DACA's temperature.
 
     It is fitted on MMLU's test questions, on which it is judged too, without their right answers
     (`agreement_temperature`), and carried to the other tasks: no records of val questions are kept.
-    Returns the runs, of the part "aligned".
+    Returns the runs, of the part `daca`.
     """
-    bases = record_files(runs, BASE, "mmlu")
-    aligned = []
-    for seed, plain in record_files(runs, PLAIN, "mmlu").items():
+    bases = files_by_seed(runs, BASE, "mmlu")
+    runs_at_temperature = []
+    for seed, plain in files_by_seed(runs, PLAIN, "mmlu").items():
         if not bases:
             break
         base = bases.get(seed) or bases[None]
         temperature = agreement_temperature(base, plain)
         record = RunRecord(
-            "aligned", f"{seed}", label_smoothing=0.0, seed=seed, temperature=temperature
+            "daca", f"{seed}", label_smoothing=0.0, seed=seed, temperature=temperature
         )
-        run = UnpackedRun(record, folder / "aligned" / f"{seed}")
+        run = UnpackedRun(record, folder / "daca" / f"{seed}")
         for task in LETTER_TASKS:
-            file = record_files(runs, PLAIN, task).get(seed)
+            file = files_by_seed(runs, PLAIN, task).get(seed)
             if file:
                 rows = [scaling.scaled(row, temperature) for _, row in json_lines(file)]
                 write_rows(run.folder / f"{task}.jsonl", rows)
                 record.tasks[task] = len(rows)
-        aligned.append(run)
-    return aligned
+        runs_at_temperature.append(run)
+    return runs_at_temperature
 
 
-def cooled_over_trained(runs: list[UnpackedRun], folder: Path) -> list[UnpackedRun]:
+def over_trained_at_a_temperature(runs: list[UnpackedRun], folder: Path) -> list[UnpackedRun]:
     """Write what the over-trained runs at β = 0 answer by letters at a temperature.
 
     No validation questions were kept of these runs. On MMLU each half of the test questions is
     therefore read at the temperature that was fitted on the other half (`diagnosis.cross_fitted`);
     the other tasks are read at one that was fitted on all of MMLU's. Returns the runs, of the part
-    "cooled".
+    `over-trained-temperature`.
     """
-    cooled = []
-    for seed, mmlu in record_files(runs, OVER_TRAINED, "mmlu").items():
+    runs_at_temperature = []
+    for seed, mmlu in files_by_seed(runs, OVER_TRAINED, "mmlu").items():
         answers = read_records(mmlu)
         halves, _ = cross_fitted(answers)
         logprobs = dict(zip(halves.ids, halves.logprobs.tolist(), strict=True))
@@ -283,19 +292,23 @@ def cooled_over_trained(runs: list[UnpackedRun], folder: Path) -> list[UnpackedR
         ]
         temperature, _ = scaling.fit(answers, np.ones(len(answers), bool))
         record = RunRecord(
-            "cooled", f"{seed}", label_smoothing=0.0, seed=seed, temperature=temperature
+            "over-trained-temperature",
+            f"{seed}",
+            label_smoothing=0.0,
+            seed=seed,
+            temperature=temperature,
         )
-        run = UnpackedRun(record, folder / "cooled" / f"{seed}")
+        run = UnpackedRun(record, folder / "over-trained-temperature" / f"{seed}")
         write_rows(run.folder / "mmlu.jsonl", rows)
         record.tasks["mmlu"] = len(rows)
         for task in LETTER_TASKS:
-            file = record_files(runs, OVER_TRAINED, task).get(seed)
+            file = files_by_seed(runs, OVER_TRAINED, task).get(seed)
             if file and task != "mmlu":
                 rows = [scaling.scaled(row, temperature) for _, row in json_lines(file)]
                 write_rows(run.folder / f"{task}.jsonl", rows)
                 record.tasks[task] = len(rows)
-        cooled.append(run)
-    return cooled
+        runs_at_temperature.append(run)
+    return runs_at_temperature
 
 
 def agreement_temperature(base: Path, tuned: Path) -> float:
@@ -323,7 +336,7 @@ def agreement_temperature(base: Path, tuned: Path) -> float:
     return float(np.exp(fitted.x))
 
 
-def record_files(runs: list[UnpackedRun], term: Term, task: str) -> dict[int | None, Path]:
+def files_by_seed(runs: list[UnpackedRun], term: Term, task: str) -> dict[int | None, Path]:
     """The files of a task's records by seed; the base model's has the seed None.
 
     Raises InputError where two runs have one seed, as they have once a learning rate was changed:
@@ -353,7 +366,7 @@ def difference(
     files_of_terms = []
     for weight, term in contrast.weighted_terms():
         weights.append(weight)
-        files_of_terms.append(record_files(runs, term, quantity.task))
+        files_of_terms.append(files_by_seed(runs, term, quantity.task))
     paired = paired_files(files_of_terms)
     if not paired:
         return None

@@ -14,7 +14,7 @@ from studies.claims.contrasts import (
     Difference,
     difference,
     smoothing_effect,
-    unpacked,
+    unpack_answers,
 )
 from studies.claims.parts import BETAS, CONFIG, Study
 from sweeps.runs.grid import plan_sweep
@@ -65,8 +65,8 @@ def forest_rows(study: Study) -> dict[str, list[Difference | None]]:
     rows = {}
     for model in study.store.models():
         label = labels.get(f"models/{model}", model)
-        runs = unpacked(replace(study, model=model))
-        for part, name in (("seeds", label), ("harm", f"{label}, over-trained")):
+        runs = unpack_answers(replace(study, model=model))
+        for part, name in (("recommended", label), ("over-trained", f"{label}, over-trained")):
             for beta in BETAS[1:]:
                 effect = smoothing_effect(name, part, beta)
                 cells = [difference(runs, effect, quantity) for quantity in BY_LETTERS]

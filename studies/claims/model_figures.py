@@ -1,7 +1,8 @@
 """What the claims compute with models themselves, beside their sweeps.
 
-`write_base_mean` makes the base model's mean prediction, which is a target of smoothing. `price`
-says what smoothing costs in entropy, and `score_average` averages weights with the base model's.
+`write_base_mean` makes the base model's mean prediction, which is a target of smoothing.
+`entropy_gap` says how much less sure a model is than it should be, and `score_average` averages
+weights with the base model's.
 """
 
 import copy
@@ -110,15 +111,15 @@ def logits(model: PreTrainedModel, hidden: Tensor) -> Iterator[Tensor]:
         yield head(chunk.float())
 
 
-def price(run: Run) -> dict[str, float]:
+def entropy_gap(run: Run) -> dict[str, float]:
     """Figures of a run's model, in nats a token, over targets that were held out of training.
 
-        EntCE = H − NLL,   H = mean −Σ_v p_v log p_v,   NLL = mean −log p_y,   p = softmax(z)
+        gap = H − NLL,   H = mean −Σ_v p_v log p_v,   NLL = mean −log p_y,   p = softmax(z)
 
     Above 0 the model writes more randomly than it is surprised. Entropy calibration (Braverman et
     al. 2020; Cao, Valiant & Liang, arXiv 2511.11966) takes H along texts of the model's own; here
     both are along the given ones (teacher-forced). Beside them the mass outside the likeliest 1,000
-    tokens, and the temperature that makes EntCE 0.
+    tokens, and the temperature that makes the gap 0.
     """
     tokenizer, dataset = tokenizer_and_dataset(run.config().train_options)
     model = load_tuned_model(run, len(tokenizer))
@@ -134,9 +135,9 @@ def price(run: Run) -> dict[str, float]:
     return {
         "nll": nll,
         "entropy": entropy,
-        "entce": entropy - nll,
-        "outside": outside,
-        "temperature": temperature(model, hidden[::stride], targets[::stride]),
+        "entropy_gap": entropy - nll,
+        "mass_outside_top": outside,
+        "entropy_temperature": entropy_temperature(model, hidden[::stride], targets[::stride]),
         "tokens": len(targets),
     }
 
@@ -149,7 +150,7 @@ def nll_and_entropy(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return nll, entropy
 
 
-def temperature(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> float:
+def entropy_temperature(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> float:
     """τ at which the entropy of softmax(z / τ) is its NLL in the mean, or the end nearest to it.
 
     H − NLL = mean (z_y − Σ_v p_v z_v) / τ changes its sign once, where NLL is least: it is Guo et

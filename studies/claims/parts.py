@@ -47,7 +47,7 @@ class Rate(Enum):
 
     OWN = "the part's own sweep"
     CHOSEN = "the part grid"
-    EQUAL_LOSS = "the held-out losses of grid and seeds"
+    EQUAL_LOSS = "the held-out losses of grid and recommended"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Part:
 
 
 # The verdicts rest on MMLU. Parts without this line are asked all tasks; the published records of
-# `harm` leave out those that are scored by continuation.
+# `over-trained` leave out those that are scored by continuation.
 MMLU_ONLY = "score.tasks=[{task: mmlu, data: data/mmlu, shots: 5, scoring: letters}]"
 KEEP_MODELS = "keep=all"  # for what posthoc.py measures
 ALL_BETAS = f"grid.label_smoothing={[*BETAS]}"
@@ -81,10 +81,10 @@ OPEN_INSTRUCT_TRAIN = f"""train={{
 
 PARTS = [
     Part("grid", (KEEP_MODELS, "score=null"), Rate.OWN, seeds=1),
-    Part("seeds", (KEEP_MODELS, ALL_BETAS)),
-    Part("high", (ALL_BETAS, MMLU_ONLY, "grid.learning_rate=[2.0e-4]"), Rate.OWN),
+    Part("recommended", (KEEP_MODELS, ALL_BETAS)),
+    Part("high-rate", (ALL_BETAS, MMLU_ONLY, "grid.learning_rate=[2.0e-4]"), Rate.OWN),
     Part(
-        "harm",
+        "over-trained",
         (
             ALL_BETAS,
             "grid.learning_rate=[5.0e-5]",
@@ -119,8 +119,8 @@ PARTS = [
     ),
     Part("unigram", (KEEP_MODELS, MMLU_ONLY, AT_BETA_01, "grid.smoothing_target=[unigram]")),
     Part("base-mean", (KEEP_MODELS, MMLU_ONLY, AT_BETA_01)),
-    Part("half", (MMLU_ONLY, AT_BETA_0, "train.max_train_samples=12800")),
-    Part("twice", (MMLU_ONLY, AT_BETA_0, "grid.num_train_epochs=[2]")),
+    Part("half-data", (MMLU_ONLY, AT_BETA_0, "train.max_train_samples=12800")),
+    Part("two-epochs", (MMLU_ONLY, AT_BETA_0, "grid.num_train_epochs=[2]")),
 ]
 
 
@@ -191,13 +191,14 @@ def equal_losses(study: Study) -> EqualLosses | None:
 
 
 def loss_to_equal(study: Study) -> float:
-    """The held-out loss that `seeds` has at β = 0.1, in the mean over seeds."""
+    """The held-out loss that `recommended` has at β = 0.1, in the mean over seeds."""
     runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
-    smoothed = runs[(runs.part == "seeds") & (runs.label_smoothing == 0.1)]
+    smoothed = runs[(runs.part == "recommended") & (runs.label_smoothing == 0.1)]
     loss = float(smoothed.held_out_loss.mean())
     if not np.isfinite(loss):
         raise InputError(
-            f"{study.model}, seeds: no run at β = 0.1 is trained; the part seeds comes first"
+            f"{study.model}, recommended: no run at β = 0.1 is trained; the part recommended "
+            "comes first"
         )
     return loss
 
@@ -211,7 +212,7 @@ def losses_towards_larger(losses: "pd.Series[float]") -> "pd.Series[float]":
 
 
 def equal_rate(study: Study) -> float:
-    """The learning rate with the held-out loss at β = 0 that `seeds` has at β = 0.1.
+    """The learning rate with the held-out loss at β = 0 that `recommended` has at β = 0.1.
 
     It lies between two rates of the grid and is interpolated by their logarithms, on that side of
     the chosen rate at whose end the loss is larger. Where that end does not reach the loss, the

@@ -3,7 +3,7 @@
     records/<model>.parquet               every question of every run of a model
     records/questions.parquet             what was asked, which is the same for all models
     records/manifest.json                 the SHA-256, rows and bytes of these two kinds of files
-    records/<model>/price.jsonl           what smoothing costs in entropy, a line a run
+    records/<model>/entropy_gap.jsonl     entropy less log loss on held-out answers, a line a run
     records/<model>/<part>/<run>.parquet  a run that ended and is not yet merged into its model's
 
 A row of a model's file is one question of one run, beside the run's setting. A run that was not
@@ -96,13 +96,13 @@ class RunRecord:
     label_smoothing: float | None = None
     seed: int | None = None
     held_out_loss: float | None = None
-    temperature: float | None = None  # of the part `after`
+    temperature: float | None = None  # of the part `temperature`
     alpha: float | None = None  # the tuned model's weight, of the part `averaged`
     tasks: dict[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells a run apart: a model of `seeds` has its name in other parts too."""
+        """What tells a run apart: a model of `recommended` has its name in other parts too."""
         return self.part, self.run
 
 
@@ -125,9 +125,9 @@ class RecordStore:
         """The file of one run until it is merged."""
         return self.folder / model / part / f"{run}.parquet"
 
-    def price_file(self, model: str) -> Path:
-        """The prices of a model's runs in entropy, as JSON lines."""
-        return self.folder / model / "price.jsonl"
+    def entropy_gap_file(self, model: str) -> Path:
+        """The entropy gaps of a model's runs, as JSON lines."""
+        return self.folder / model / "entropy_gap.jsonl"
 
     def models(self) -> list[str]:
         """The models that have records, in the order of their names."""

@@ -1,4 +1,4 @@
-"""The tables of a model: every contrast in every reading, and what smoothing costs in entropy."""
+"""The tables of a model: every contrast in every reading, and the entropy gaps."""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from studies.claims.contrasts import (
     Quantity,
     UnpackedRun,
     difference,
-    unpacked,
+    unpack_answers,
 )
 from studies.claims.parts import Study, equal_losses
 from studies.claims.records import RunRecord
@@ -24,26 +24,26 @@ from sweeps.runs.files import read_rows
 
 # What a part's temperature was fitted to.
 TEMPERATURES = {
-    "after": "fitted after β = 0, on MMLU's validation questions",
-    "aligned": "DACA's after β = 0",
-    "cooled": "fitted after over-training, on all of MMLU's test questions",
+    "temperature": "fitted after β = 0, on MMLU's validation questions",
+    "daca": "DACA's after β = 0",
+    "over-trained-temperature": "fitted after over-training, on all of MMLU's test questions",
 }
-PRICE_COLUMNS = ["nll", "entropy", "entce", "temperature", "outside"]
+ENTROPY_COLUMNS = ["nll", "entropy", "entropy_gap", "entropy_temperature", "mass_outside_top"]
 
 
 def report(study: Study) -> None:
     """Merge the records, write and print the tables of a model, and draw all models.
 
     The tables are differences of squared calibration errors, ×1000, in every reading; those of
-    MMLU's guards, ×100; and what each target of β costs, means over seeds in nats a token.
+    MMLU's guards, ×100; and each part's entropy gaps, means over seeds in nats a token.
     """
     study.store.merge(study.model)
-    runs = unpacked(study)
+    runs = unpack_answers(study)
     lines = contrast_table(runs, {quantity.title: quantity for quantity in CALIBRATION})
     lines += contrast_table(runs, GUARDS)
     lines += equal_loss_lines(study)
     lines += temperature_lines(run.record for run in runs)
-    lines += price_table(study)
+    lines += entropy_gap_table(study)
     write_text(study.runs_folder / f"{study.model}.md", "\n".join(lines))
     print(*lines, sep="\n")
     figures.forest(study, study.runs_folder / "forest.png")
@@ -107,13 +107,13 @@ def is_end_of_search(temperature: float) -> bool:
     return abs(math.log(temperature)) > nearest
 
 
-def price_table(study: Study) -> list[str]:
-    """The prices of each part and β, in the mean over seeds; nothing where none are measured."""
-    rows = read_rows(study.store.price_file(study.model))
+def entropy_gap_table(study: Study) -> list[str]:
+    """The entropy gaps of each part and β, in the mean over seeds; nothing without any."""
+    rows = read_rows(study.store.entropy_gap_file(study.model))
     if not rows:
         return []
     groups = pd.DataFrame(rows).groupby(["part", "label_smoothing"])
-    means = groups[PRICE_COLUMNS].mean().assign(seeds=groups.size()).reset_index()
+    means = groups[ENTROPY_COLUMNS].mean().assign(seeds=groups.size()).reset_index()
     return [means.to_markdown(index=False, floatfmt=".4f"), ""]
 
 

@@ -21,20 +21,18 @@ from calibeval.io import atomic_write, write_text
 from calibeval.measures import METRICS, Sample
 from studies.claims.contrasts import (
     BASE,
-    COOLED,
     LETTER_TASKS,
+    OVER_TRAINED_COOLED,
     Term,
     UnpackedRun,
-    unpacked,
-)
-from studies.claims.contrasts import (
-    record_files as files_by_seed,
+    files_by_seed,
+    unpack_answers,
 )
 from studies.claims.parts import BETAS, Study
 
-SETTINGS = {"seeds": "as recommended", "harm": "over-trained"}
+SETTINGS = {"recommended": "as recommended", "over-trained": "over-trained"}
 # Each setting's runs at β = 0 at a temperature: fitted among the choices, silent of all tokens.
-COOLED_TERMS = {"seeds": Term("after"), "harm": COOLED}
+TEMPERATURE_TERMS = {"recommended": Term("temperature"), "over-trained": OVER_TRAINED_COOLED}
 COLUMNS = [
     "setting",
     "β",
@@ -79,7 +77,7 @@ def summary(study: Study) -> None:
     The files are `<model>-summary.md` and `<model>-ece.png` in the study's folder.
     """
     study.store.merge(study.model)
-    model_runs = unpacked(study)
+    model_runs = unpack_answers(study)
     rows_by_task = {task: read_rows(model_runs, task) for task in LETTER_TASKS}
     lines = []
     for task, rows in rows_by_task.items():
@@ -94,7 +92,7 @@ def read_rows(model_runs: list[UnpackedRun], task: str) -> list[Row]:
     settings = [("before fine-tuning", "", BASE)]
     for part, name in SETTINGS.items():
         settings += [(name, f"{beta:g}", Term(part, beta)) for beta in BETAS]
-        settings.append((f"{name}, then a temperature", "0", COOLED_TERMS[part]))
+        settings.append((f"{name}, then a temperature", "0", TEMPERATURE_TERMS[part]))
     rows = []
     for setting, beta, term in settings:
         files = files_by_seed(model_runs, term, task)
@@ -110,7 +108,7 @@ def task_table(rows: list[Row], title: str) -> list[str]:
     lines = [f"| {' | '.join([f'{title}: {COLUMNS[0]}', *COLUMNS[1:]])} |"]
     lines.append("|---" * len(COLUMNS) + "|")
     for row in rows:
-        has_vocabulary = row.term not in COOLED_TERMS.values()
+        has_vocabulary = row.term not in TEMPERATURE_TERMS.values()
         figures = figure_cells(row.answers, has_vocabulary)
         cells = [row.setting, row.beta, str(len(row.answers)), *figures]
         lines.append(f"| {' | '.join(cells)} |")

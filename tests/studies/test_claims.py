@@ -40,17 +40,27 @@ MODEL = "smollm2-135m"
 PUBLISHED = RecordStore(parts.HERE / "records")
 TASKS = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in ("val", "test")]
 PART = {part.name: part for part in PARTS}
-LAST = ["after", "averaged", "price", "summary", "report"]
-RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "filtered": 3, "equal": 3}
-RUNS |= {"script": 6, "unigram": 5, "base-mean": 5, "half": 5, "twice": 5}
-WITH_THREE_SEEDS = {"seeds": 15, "high": 15, "harm": 15}
-WITH_THREE_SEEDS |= dict.fromkeys(("unigram", "base-mean", "half", "twice"), 3)
+LAST = ["temperature", "averaged", "entropy-gap", "summary", "report"]
+RUNS = {
+    "grid": 4,
+    "recommended": 25,
+    "high-rate": 25,
+    "over-trained": 25,
+    "sum": 6,
+    "filtered": 3,
+    "equal": 3,
+}
+RUNS |= {"script": 6, "unigram": 5, "base-mean": 5, "half-data": 5, "two-epochs": 5}
+WITH_THREE_SEEDS = {"recommended": 15, "high-rate": 15, "over-trained": 15}
+WITH_THREE_SEEDS |= dict.fromkeys(("unigram", "base-mean", "half-data", "two-epochs"), 3)
 
 
 def test_a_new_model_has_five_seeds():
-    plan = plan_sweep(CONFIG, parts.sweep_overrides(Study("new"), PART["harm"], []))
-    assert len(plan.runs) == RUNS["harm"]
-    plan = plan_sweep(CONFIG, parts.sweep_overrides(Study("new"), PART["harm"], ["grid.seed=[7]"]))
+    plan = plan_sweep(CONFIG, parts.sweep_overrides(Study("new"), PART["over-trained"], []))
+    assert len(plan.runs) == RUNS["over-trained"]
+    plan = plan_sweep(
+        CONFIG, parts.sweep_overrides(Study("new"), PART["over-trained"], ["grid.seed=[7]"])
+    )
     assert {run.config().train["seed"] for run in plan.runs} == {7}
 
 
@@ -65,10 +75,10 @@ def test_every_part_is_a_sweep(monkeypatch):
         assert len(plan.runs) == {**RUNS, **WITH_THREE_SEEDS}[name]
         assert plan.sweep.name == f"{MODEL}-{name}"
         rates = {run.config().train["learning_rate"] for run in plan.runs}
-        assert name == "grid" or rates == ({2e-4} if name == "high" else {5e-5})
+        assert name == "grid" or rates == ({2e-4} if name == "high-rate" else {5e-5})
         (target,) = {run.config().train.get("smoothing_target") for run in plan.runs}
         assert target == targets.get(name)
-        assert (plan.sweep.keep == "all") == (name in ("grid", "seeds", *targets))
+        assert (plan.sweep.keep == "all") == (name in ("grid", "recommended", *targets))
 
 
 def test_the_grid_comes_first_and_the_report_last(monkeypatch, capsys):
@@ -94,10 +104,10 @@ def test_the_grid_comes_first_and_the_report_last(monkeypatch, capsys):
     assert done(MODEL, failing=["grid"]) == (2, ["grid"])  # whose rate is that of all others
     capsys.readouterr()
     without_equal = [name for name in (*RUNS, *LAST) if name != "equal"]  # whose rate seeds tell
-    assert done(MODEL, failing=["seeds"]) == (2, without_equal)
-    assert "not whole: seeds, equal; why is said above" in capsys.readouterr().err
+    assert done(MODEL, failing=["recommended"]) == (2, without_equal)
+    assert "not whole: recommended, equal; why is said above" in capsys.readouterr().err
     assert done(MODEL, "gird") == (2, [])
-    assert "gird: no such part; known: grid, seeds" in capsys.readouterr().err
+    assert "gird: no such part; known: grid, recommended" in capsys.readouterr().err
     assert done() == (2, [])
 
 
@@ -121,7 +131,7 @@ def command(study):
 
 
 def test_the_grid_chooses_the_rate_of_other_parts(study, command, folders, capsys):
-    assert command(MODEL, "seeds") == 2
+    assert command(MODEL, "recommended") == 2
     assert "grid: no run is trained; the part grid comes first" in capsys.readouterr().err
     overrides = [f"output_root={folders}", *parts.sweep_overrides(study, PART["grid"], [])]
     plan = plan_sweep(CONFIG, overrides)
@@ -134,7 +144,7 @@ def test_the_grid_chooses_the_rate_of_other_parts(study, command, folders, capsy
     assert training.overrides_of_missing_runs(study, PART["grid"], plan) == []
     for loss in (1.3, 1.5):  # in the mean that of 1e-4, where the losses of 5e-5 and 2e-4 meet
         setting = {"label_smoothing": 0.1, "held_out_loss": loss}
-        study.store.add(MODEL, RunRecord("seeds", f"{loss}", **setting), {})
+        study.store.add(MODEL, RunRecord("recommended", f"{loss}", **setting), {})
     assert parts.equal_rate(study) == 1e-4
 
 
@@ -164,7 +174,7 @@ def test_an_equal_loss_needs_the_loss_that_it_equals(study):
     with pytest.raises(InputError, match="the part grid comes first"):
         parts.equal_rate(study)
     add_grid(study, {1e-5: (1.5,), 2e-5: (1.6,)})
-    with pytest.raises(InputError, match=f"{MODEL}, seeds: no run at β = 0.1 is trained"):
+    with pytest.raises(InputError, match=f"{MODEL}, recommended: no run at β = 0.1 is trained"):
         parts.equal_rate(study)
 
 
@@ -172,16 +182,20 @@ def test_two_runs_of_a_setting_and_seed_are_refused(study, folders):
     """As they are after a changed learning rate, beside the ones before; neither would be right."""
     write_records(file := folders / "mmlu.jsonl", 50, 1.5, seed=7)
     for rate in (1e-5, 2e-5):
-        record = RunRecord("seeds", f"r{rate}", learning_rate=rate, label_smoothing=0.1, seed=0)
+        record = RunRecord(
+            "recommended", f"r{rate}", learning_rate=rate, label_smoothing=0.1, seed=0
+        )
         study.store.add(MODEL, record, {"mmlu": file})
-    with pytest.raises(InputError, match=r"r1e-05 and r2e-05 are both runs of seeds, β = 0\.1, "):
-        contrasts.record_files(contrasts.unpacked(study), contrasts.SMOOTHED, "mmlu")
+    with pytest.raises(
+        InputError, match=r"r1e-05 and r2e-05 are both runs of recommended, β = 0\.1, "
+    ):
+        contrasts.files_by_seed(contrasts.unpack_answers(study), contrasts.SMOOTHED, "mmlu")
 
 
 def test_the_base_model_alone_is_scored_where_only_it_lacks_records(
     tiny, tiny_study, folders, monkeypatch
 ):
-    seeds = PART["seeds"]
+    seeds = PART["recommended"]
     more = [
         *tiny,
         f"grid.model_name_or_path=[{folders}/models/tiny]",
@@ -200,7 +214,7 @@ def test_the_base_model_alone_is_scored_where_only_it_lacks_records(
 
 def test_runs_with_records_are_not_run_again(study, monkeypatch):
     monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
-    seeds = PART["seeds"]
+    seeds = PART["recommended"]
     overrides = parts.sweep_overrides(study, seeds, [])
     plan = plan_sweep(CONFIG, overrides)
     for run in (*plan.baselines, *plan.runs[:7]):
@@ -261,15 +275,15 @@ def make_trained(study: Study, part: str, overrides: list[str]) -> list[Run]:
     return plan.runs
 
 
-def test_the_price_is_what_a_plain_loop_reads(tiny, tiny_study, folders, monkeypatch):
+def test_the_entropy_gap_is_what_a_plain_loop_reads(tiny, tiny_study, folders, monkeypatch):
     """The temperature at which entropy is NLL, and NLL least; what is known is not measured anew,
     and what only chose a rate not at all."""
     monkeypatch.setattr(model_figures, "CHUNK", 7)
     monkeypatch.setattr(model_figures, "TOP", 10)
     make_trained(tiny_study, "grid", [*tiny, "grid.learning_rate=[1.0e-5]"])
     cells = make_trained(tiny_study, "unigram", tiny)
-    posthoc.measure_prices(tiny_study)
-    found = [json.loads(line) for line in (folders / "records/tiny/price.jsonl").open()]
+    posthoc.measure_entropy_gaps(tiny_study)
+    found = [json.loads(line) for line in (folders / "records/tiny/entropy_gap.jsonl").open()]
     assert [row["run"] for row in found] == sorted(cell.name for cell in cells)
     for row, cell in zip(found, sorted(cells, key=lambda cell: cell.name), strict=True):
         assert row["part"] == row["smoothing_target"] == "unigram"
@@ -286,32 +300,32 @@ def test_the_price_is_what_a_plain_loop_reads(tiny, tiny_study, folders, monkeyp
         assert len(updates.held_out_conversations) == 20 and row["tokens"] == len(y)
         assert row["nll"] == pytest.approx(nll, rel=1e-5)
         assert row["entropy"] == pytest.approx(entropy, rel=1e-5)
-        assert row["entce"] == pytest.approx(entropy - nll, rel=1e-4)
+        assert row["entropy_gap"] == pytest.approx(entropy - nll, rel=1e-4)
         outside = z.softmax(-1).sort(-1).values[:, :-10].sum(-1).mean().item()
-        assert row["outside"] == pytest.approx(outside, rel=1e-4)
-        at, there = row["temperature"], read(row["temperature"])
+        assert row["mass_outside_top"] == pytest.approx(outside, rel=1e-4)
+        at, there = row["entropy_temperature"], read(row["entropy_temperature"])
         assert 0.35 < at < 1.95 and abs(at - 1) > 0.05
         assert there[0] == pytest.approx(there[1], abs=1e-4)
         assert there[0] < min(read(0.95 * at)[0], read(1.05 * at)[0])
-    monkeypatch.setattr(model_figures, "price", None)
-    posthoc.measure_prices(tiny_study)
-    assert len((folders / "records/tiny/price.jsonl").read_text().splitlines()) == 2
+    monkeypatch.setattr(model_figures, "entropy_gap", None)
+    posthoc.measure_entropy_gaps(tiny_study)
+    assert len((folders / "records/tiny/entropy_gap.jsonl").read_text().splitlines()) == 2
     # A run of another part may have the same name, and is another model all the same.
-    shutil.copytree(cells[0].path, folders / "runs/tiny-half" / cells[0].name)
-    monkeypatch.setattr(model_figures, "price", lambda run: {"nll": 0.0})
-    posthoc.measure_prices(tiny_study)
-    rows = [json.loads(line) for line in (folders / "records/tiny/price.jsonl").open()]
-    assert [row["part"] for row in rows] == ["unigram", "unigram", "half"]
+    shutil.copytree(cells[0].path, folders / "runs/tiny-half-data" / cells[0].name)
+    monkeypatch.setattr(model_figures, "entropy_gap", lambda run: {"nll": 0.0})
+    posthoc.measure_entropy_gaps(tiny_study)
+    rows = [json.loads(line) for line in (folders / "records/tiny/entropy_gap.jsonl").open()]
+    assert [row["part"] for row in rows] == ["unigram", "unigram", "half-data"]
 
 
 def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders, monkeypatch):
     """And what is packed of their records loses nothing but digits."""
     monkeypatch.setattr(model_figures, "ALPHAS", (0.2, 0.7))
-    cells = make_trained(tiny_study, "seeds", [*tiny, "grid.label_smoothing=[0.0,0.1]"])
+    cells = make_trained(tiny_study, "recommended", [*tiny, "grid.label_smoothing=[0.0,0.1]"])
     plain = [cell for cell in cells if cell.config().train["label_smoothing"] == 0]
     posthoc.average_weights(tiny_study)
     packed_runs = {
-        run.record.run: (run.record, run.folder) for run in contrasts.unpacked(tiny_study)
+        run.record.run: (run.record, run.folder) for run in contrasts.unpack_answers(tiny_study)
     }
     assert packed_runs.keys() == {cell.name for cell in plain}
     base = AutoModelForCausalLM.from_pretrained("models/tiny")
@@ -338,16 +352,16 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders,
 
 
 def test_of_a_temperature_the_number_is_kept(tiny, tiny_study, folders):
-    cell, _ = make_trained(tiny_study, "seeds", [*tiny, "grid.label_smoothing=[0.0]"])
+    cell, _ = make_trained(tiny_study, "recommended", [*tiny, "grid.label_smoothing=[0.0]"])
     AutoTokenizer.from_pretrained("models/tiny").save_pretrained(cell.model)
     calibeval.score(cell.model, tasks=TASKS, out=(scores := cell.scores), progress=False)
     entry = {key: cell.config().train[key] for key in training.SETTING} | {"dataset": "mmlu"}
     entry |= {"run": cell.name, "records": f"../{cell.name}/scores/test.jsonl"}
-    write_text(folders / "runs/tiny-seeds/results/index.jsonl", json.dumps(entry))
+    write_text(folders / "runs/tiny-recommended/results/index.jsonl", json.dumps(entry))
     posthoc.fit_temperatures(tiny_study)
     (record,) = tiny_study.store.runs("tiny")
     fitted = calibeval.temperature(scores / "val.jsonl", scores / "test.jsonl", folders / "out")
-    assert record.key == ("after", cell.name) and record.tasks == {}
+    assert record.key == ("temperature", cell.name) and record.tasks == {}
     assert record.temperature == fitted["temperature"]
 
 
@@ -507,40 +521,46 @@ def test_the_pages_claims_are_what_the_published_records_say(model, contrast, ro
 
 def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
     """Of sharpened models, which miscalibration is known to part; rows without runs go."""
-    sharpness = {("base", None): 1.0, ("seeds", 0.0): 2.0, ("seeds", 0.1): 1.5}
+    sharpness = {("base", None): 1.0, ("recommended", 0.0): 2.0, ("recommended", 0.1): 1.5}
     sharpness |= {("sum", 0.0): 2.0, ("sum", 0.1): 2.0}
     for (part, beta), sharp in sharpness.items():
         for seed in (None,) if beta is None else (0, 1, 2):
             file = folders / f"{part}-{beta}-{seed}.jsonl"
             write_records(file, 400, sharp * (1 + 0.02 * (seed or 0)), seed=7)
             record = RunRecord(part, file.stem, label_smoothing=beta, seed=seed)
-            tasks = ("mmlu", "arc-letters") if part == "seeds" else ("mmlu",)
+            tasks = ("mmlu", "arc-letters") if part == "recommended" else ("mmlu",)
             study.store.add(MODEL, record, dict.fromkeys(tasks, file))
     for seed in (0, 1, 2):
-        record = RunRecord("after", f"{seed}", label_smoothing=0.0, seed=seed, temperature=2 / 1.5)
+        record = RunRecord(
+            "temperature", f"{seed}", label_smoothing=0.0, seed=seed, temperature=2 / 1.5
+        )
         study.store.add(MODEL, record, {})
-    rows = [{"part": part, "label_smoothing": 0.1} for part in ("seeds", "unigram", "seeds")]
+    rows = [
+        {"part": part, "label_smoothing": 0.1} for part in ("recommended", "unigram", "recommended")
+    ]
     for nll, row in enumerate(rows):
-        row |= dict.fromkeys(report.PRICE_COLUMNS, 0.5) | {"nll": nll}
-    write_text(folders / "records" / MODEL / "price.jsonl", "\n".join(map(json.dumps, rows)))
+        row |= dict.fromkeys(report.ENTROPY_COLUMNS, 0.5) | {"nll": nll}
+    write_text(folders / "records" / MODEL / "entropy_gap.jsonl", "\n".join(map(json.dumps, rows)))
     assert command(MODEL, "report") == 0
     text = (folders / "runs" / f"{MODEL}.md").read_text()
     rows = [line.split(" | ") for line in text.split("\n\n")[0].splitlines()[2:]]
     found = {row[0].removeprefix("| "): row[1] for row in rows}
     cell = re.compile(r"(\*\*)?([+-][\d.]+)(\*\*)? \[([+-][\d.]+), ([+-][\d.]+)\] \(3\)")
-    at = folders / "runs" / "unpacked" / MODEL / "seeds"
+    at = folders / "runs" / "unpacked" / MODEL / "recommended"
     runs = {
-        beta: [evaluations.load(at / f"seeds-{beta}-{seed}" / "mmlu.jsonl") for seed in range(3)]
+        beta: [
+            evaluations.load(at / f"recommended-{beta}-{seed}" / "mmlu.jsonl") for seed in range(3)
+        ]
         for beta in (0.0, 0.1)
     }
     expected = stats.difference(runs[0.0], runs[0.1], "rms_debiased", "choices")
-    bold, *figures = cell.fullmatch(found["seeds: β = 0.1 less 0"]).group(1, 2, 4, 5)
+    bold, *figures = cell.fullmatch(found["recommended: β = 0.1 less 0"]).group(1, 2, 4, 5)
     assert figures == [f"{1000 * x:+.2f}" for x in (expected.value, expected.low, expected.high)]
     assert bold and expected.high < 0
     assert cell.fullmatch(found["β = 0 less base"]).group(1, 2)[1].startswith("+")
     nothing = cell.fullmatch(found["sum, clipped: 0.1 less 0"]).group(2, 4, 5)
     assert [*map(float, nothing)] == [0.0, 0.0, 0.0]
-    other = cell.fullmatch(found["– less that of `seeds`, sum, clipped"]).group(2)
+    other = cell.fullmatch(found["– less that of `recommended`, sum, clipped"]).group(2)
     assert float(other) == -float(figures[0])
     assert "| fitted after β = 0, on MMLU's validation questions | 1.33 |\n" in text
     posthoc = next(row for row in rows if "temperature after β = 0, less β = 0" in row[0])
@@ -553,7 +573,7 @@ def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
     assert aligned == pytest.approx(-harm, abs=0.3)
     costs = {line.split()[1]: line.split()[3::2] for line in text.splitlines()[-2:]}
     half = ["0.5000"] * 4
-    assert costs["seeds"] == ["0.1000", "1.0000", *half, "2"]  # the mean of 0 and 2
+    assert costs["recommended"] == ["0.1000", "1.0000", *half, "2"]  # the mean of 0 and 2
     assert costs["unigram"] == ["0.1000", "1.0000", *half, "1"]
     ranked = {
         b: [contrasts.with_normalized_logits(run.path) for run in of] for b, of in runs.items()
@@ -563,7 +583,7 @@ def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
     guards = next(line for line in text.split("\n\n")[1].splitlines() if "0.1 less 0" in line)
     assert guards.endswith(" | {} [{}, {}] (3) |".format(*figures))
     assert (folders / "runs" / "forest.png").read_bytes().startswith(b"\x89PNG")
-    assert "seeds: β = 0.2 less 0" not in found and "high: β = 0.1 less 0" not in found
+    assert "recommended: β = 0.2 less 0" not in found and "high-rate: β = 0.1 less 0" not in found
 
 
 def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, folders):
@@ -571,14 +591,14 @@ def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, fold
         for seed in (0, 1, 2):
             file = folders / f"{beta}-{seed}.jsonl"
             write_records(file, 400, sharpness * (1 + 0.02 * seed), seed=7)
-            record = RunRecord("seeds", file.stem, label_smoothing=beta, seed=seed)
+            record = RunRecord("recommended", file.stem, label_smoothing=beta, seed=seed)
             study.store.add(MODEL, record, {"mmlu": file})
     assert command(MODEL, "summary") == 0
 
     text = (folders / "runs" / f"{MODEL}-summary.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "as recom" in line]
     assert [row[:3] for row in rows] == [["as recommended", beta, "3"] for beta in ("0", "0.1")]
-    at = folders / "runs" / "unpacked" / MODEL / "seeds"
+    at = folders / "runs" / "unpacked" / MODEL / "recommended"
     runs = [evaluations.load(at / f"0.1-{seed}" / "mmlu.jsonl") for seed in (0, 1, 2)]
     accuracy = stats.estimate(runs, "accuracy", "choices")
     ends = [100 * end for end in (accuracy.value, accuracy.low, accuracy.high)]
@@ -596,7 +616,9 @@ def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, fold
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"])
-@pytest.mark.parametrize(("part", "beta"), [("seeds", 0.0), ("seeds", 0.1), ("harm", 0.3)])
+@pytest.mark.parametrize(
+    ("part", "beta"), [("recommended", 0.0), ("recommended", 0.1), ("over-trained", 0.3)]
+)
 def test_the_page_tells_what_all_seeds_say(model, part, beta, folders):
     page = (parts.HERE / "README.md").read_text()
     term = contrasts.Term(part, beta)
@@ -632,24 +654,27 @@ CLAIMS = [
     ("β = 0 less base", LARGE, "mmlu"),
     ("β = 0 less base", SMALL, "mmlu"),
     ("β = 0 less base", SMALL, "arc-letters"),
-    ("twice less base", LARGE, "mmlu"),
-    ("harm less base", LARGE, "mmlu"),
-    ("seeds: β = 0.1 less 0", LARGE, "mmlu"),
-    ("seeds: β = 0.1 less 0", SMALL, "mmlu"),
-    ("seeds: β = 0.2 less 0", LARGE, "mmlu"),
-    ("harm: β = 0.1 less 0", LARGE, "mmlu"),
-    ("harm: β = 0.1 less 0", SMALL, "mmlu"),
-    ("harm: β = 0.3 less 0", LARGE, "mmlu"),
-    ("harm: β = 0.3 less 0", LARGE, "arc-letters"),
-    ("harm: β = 0.3 less 0", LARGE, "hellaswag-letters"),
-    ("harm: β = 0.5 less 0", LARGE, "mmlu"),
-    ("– less that of `seeds`, sum, clipped", LARGE, "mmlu"),
+    ("two epochs less base", LARGE, "mmlu"),
+    ("over-trained less base", LARGE, "mmlu"),
+    ("recommended: β = 0.1 less 0", LARGE, "mmlu"),
+    ("recommended: β = 0.1 less 0", SMALL, "mmlu"),
+    ("recommended: β = 0.2 less 0", LARGE, "mmlu"),
+    ("over-trained: β = 0.1 less 0", LARGE, "mmlu"),
+    ("over-trained: β = 0.1 less 0", SMALL, "mmlu"),
+    ("over-trained: β = 0.3 less 0", LARGE, "mmlu"),
+    ("over-trained: β = 0.3 less 0", LARGE, "arc-letters"),
+    ("over-trained: β = 0.3 less 0", LARGE, "hellaswag-letters"),
+    ("over-trained: β = 0.5 less 0", LARGE, "mmlu"),
+    ("– less that of `recommended`, sum, clipped", LARGE, "mmlu"),
     ("open-instruct's script: 0.1 less 0", LARGE, "mmlu"),
     ("equal held-out loss: 0.1 less 0", LARGE, "mmlu"),
     *(("temperature after β = 0, less β = 0", LARGE, task) for task in contrasts.LETTER_TASKS),
     *(("temperature after β = 0, less β = 0.1", LARGE, task) for task in contrasts.LETTER_TASKS),
-    *(("harm: temperature after β = 0, less β = 0", LARGE, t) for t in contrasts.LETTER_TASKS),
-    ("harm: temperature after β = 0, less β = 0.5", LARGE, "mmlu"),
+    *(
+        ("over-trained: temperature after β = 0, less β = 0", LARGE, t)
+        for t in contrasts.LETTER_TASKS
+    ),
+    ("over-trained: temperature after β = 0, less β = 0.5", LARGE, "mmlu"),
     *(("DACA's temperature after β = 0, less β = 0", LARGE, t) for t in contrasts.LETTER_TASKS),
     ("DACA's temperature (of the test) less one of val", LARGE, "mmlu"),
     ("half the conversations, less β = 0.1", LARGE, "mmlu"),
@@ -662,15 +687,15 @@ CLAIMS = [
 ELSEWHERE = ["arc-letters", "hellaswag-letters"]
 OTHER_ROWS = [
     ("β = 0 less base", ["mmlu"]),
-    ("twice less base", ["mmlu"]),
-    ("harm less base", ["mmlu"]),
-    ("seeds: β = 0.1 less 0", ["mmlu"]),
-    ("seeds: β = 0.5 less 0", ["mmlu"]),
-    ("harm: β = 0.1 less 0", ["mmlu"]),
-    ("harm: β = 0.2 less 0", ["mmlu"]),
-    ("harm: β = 0.3 less 0", ["mmlu"]),
-    ("harm: temperature after β = 0, less β = 0", ["mmlu"]),
-    ("harm: temperature after β = 0, less β = 0", ELSEWHERE),
+    ("two epochs less base", ["mmlu"]),
+    ("over-trained less base", ["mmlu"]),
+    ("recommended: β = 0.1 less 0", ["mmlu"]),
+    ("recommended: β = 0.5 less 0", ["mmlu"]),
+    ("over-trained: β = 0.1 less 0", ["mmlu"]),
+    ("over-trained: β = 0.2 less 0", ["mmlu"]),
+    ("over-trained: β = 0.3 less 0", ["mmlu"]),
+    ("over-trained: temperature after β = 0, less β = 0", ["mmlu"]),
+    ("over-trained: temperature after β = 0, less β = 0", ELSEWHERE),
     ("equal held-out loss: 0.1 less 0", ["mmlu"]),
     ("temperature after β = 0, less β = 0.1", ["mmlu"]),
     ("temperature after β = 0, less β = 0.1", ELSEWHERE),
@@ -711,7 +736,7 @@ def published_runs(tmp_path_factory):
 
     @cache
     def unpack(model: str) -> list[contrasts.UnpackedRun]:
-        return contrasts.unpacked(Study(model, folder, PUBLISHED))
+        return contrasts.unpack_answers(Study(model, folder, PUBLISHED))
 
     return unpack
 
@@ -751,8 +776,8 @@ def test_the_rows_of_temperatures_are_what_the_records_say(published_runs, model
     page = (parts.HERE / "README.md").read_text()
     for part, setting in summary.SETTINGS.items():
         for task in contrasts.LETTER_TASKS:
-            term = summary.COOLED_TERMS[part]
-            files = contrasts.record_files(published_runs(model), term, task).values()
+            term = summary.TEMPERATURE_TERMS[part]
+            files = contrasts.files_by_seed(published_runs(model), term, task).values()
             answers = [summary.read_answers(file) for file in files]
             cells = summary.figure_cells(answers, has_vocabulary=False)
             row = [f"{setting}, then a temperature", "0", str(len(answers)), *cells]
@@ -765,9 +790,9 @@ def test_over_trained_answers_are_read_at_a_temperature_of_others(study, folders
     for seed, task in enumerate(("mmlu", "arc-letters")):
         write_records(folders / f"{task}.jsonl", 200, 3.0, seed=seed)
         tasks[task] = folders / f"{task}.jsonl"
-    study.store.add(MODEL, RunRecord("harm", "h", label_smoothing=0.0, seed=0), tasks)
-    over_trained, cooled = contrasts.unpacked(study)
-    assert (cooled.record.part, cooled.record.seed) == ("cooled", 0)
+    study.store.add(MODEL, RunRecord("over-trained", "h", label_smoothing=0.0, seed=0), tasks)
+    over_trained, cooled = contrasts.unpack_answers(study)
+    assert (cooled.record.part, cooled.record.seed) == ("over-trained-temperature", 0)
 
     before = records.read(over_trained.folder / "mmlu.jsonl")
     expected, halves = cross_fitted(before)
@@ -806,24 +831,29 @@ def test_a_contrast_of_the_base_model_with_itself_is_nothing(study, folders):
     write_records(folders / "base.jsonl", 50, 1.5, seed=7)
     study.store.add(MODEL, RunRecord("base", "b"), {"mmlu": folders / "base.jsonl"})
     itself = contrasts.pair("itself", contrasts.BASE, contrasts.BASE)
-    found = contrasts.difference(contrasts.unpacked(study), itself, contrasts.CALIBRATION[0])
+    found = contrasts.difference(contrasts.unpack_answers(study), itself, contrasts.CALIBRATION[0])
     assert found.estimate.value == 0 and found.seeds == 1
     lacking = contrasts.pair("lacking", contrasts.BASE, contrasts.PLAIN)
     quantity = contrasts.CALIBRATION[0]
-    assert contrasts.difference(contrasts.unpacked(study), lacking, quantity) is None
+    assert contrasts.difference(contrasts.unpack_answers(study), lacking, quantity) is None
 
 
 def test_records_that_have_changed_are_unpacked_again(study, folders):
     for sharpness in (1.5, 2.0):
         write_records(folders / "base.jsonl", 50, sharpness, seed=7)
         study.store.add(MODEL, RunRecord("base", "b"), {"mmlu": folders / "base.jsonl"})
-        (run,) = contrasts.unpacked(study)
+        (run,) = contrasts.unpack_answers(study)
         expected = records.read(folders / "base.jsonl").logprobs
         found = records.read(run.folder / "mmlu.jsonl").logprobs
         assert abs(found - expected).max() < 0.01
 
 
-NOT_RUN = {"high", "harm", "sum", "script"}  # of all models but the 1.5B and, in part, the 0.5B
+NOT_RUN = {
+    "high-rate",
+    "over-trained",
+    "sum",
+    "script",
+}  # of all models but the 1.5B and, in part, the 0.5B
 
 
 @pytest.mark.parametrize("model", PUBLISHED.models())
@@ -834,13 +864,13 @@ def test_planned_runs_are_the_published_ones(model, capsys):
     for part in PARTS:
         plan = plan_sweep(CONFIG, parts.sweep_overrides(study, part, []))
         planned |= {training.record_key(part, run) for run in (*plan.baselines, *plan.runs)}
-    trained = {key for key in PUBLISHED.keys(model) if key[0] not in ("after", "averaged")}
+    trained = {key for key in PUBLISHED.keys(model) if key[0] not in ("temperature", "averaged")}
     assert trained - planned == set()
     lacking = {part for part, _ in planned - trained}
     if model == "qwen2.5-coder-1.5b":
         assert lacking == set()
     elif model == "qwen2.5-coder-0.5b":
-        assert lacking == NOT_RUN - {"harm"}
+        assert lacking == NOT_RUN - {"over-trained"}
     else:
         assert lacking == NOT_RUN
 
@@ -878,15 +908,15 @@ def test_pandas_alone_reads_the_published_records():
     assert (answers.logprob_steps.map(len) == answers.choices).all()
     assert (answers.logprob_steps.map(max) <= 0).all()
     unscored = runs[runs.task.isna()]
-    assert sorted(unscored.part.unique()) == ["after", "grid"]
+    assert sorted(unscored.part.unique()) == ["grid", "temperature"]
     assert unscored[unscored.part == "grid"].held_out_loss.notna().all()
 
 
 def add_runs(store: RecordStore, folder: Path, names: str, sharpness: float = 1.0) -> None:
-    """A run of `seeds` for each letter of `names`, of other answers each."""
+    """A run of `recommended` for each letter of `names`, of other answers each."""
     for seed, name in enumerate(names):
         write_records(folder / f"{name}.jsonl", 30, sharpness + seed, seed=1)
-        record = RunRecord("seeds", name, label_smoothing=0.1, seed=seed)
+        record = RunRecord("recommended", name, label_smoothing=0.1, seed=seed)
         store.add("m", record, {"mmlu": folder / f"{name}.jsonl"})
 
 
@@ -921,7 +951,7 @@ def test_a_run_that_is_recorded_again_has_its_new_records(study):
     """Before and after the next merge, and so a temperature that is fitted anew."""
     store = study.store
     for temperature in (1.1, 2.2):
-        store.add("m", RunRecord("after", "r", seed=0, temperature=temperature), {})
+        store.add("m", RunRecord("temperature", "r", seed=0, temperature=temperature), {})
         assert [record.temperature for record in store.runs("m")] == [temperature]
         store.merge("m")
         assert [record.temperature for record in store.runs("m")] == [temperature]
@@ -954,7 +984,7 @@ def test_a_run_that_was_not_scored_has_its_setting(study, folders):
 
 
 def test_a_temperature_at_the_end_of_the_search_is_told():
-    records = [RunRecord("after", f"{t}", temperature=t) for t in (1.15, 54.584, 1 / 54.584)]
+    records = [RunRecord("temperature", f"{t}", temperature=t) for t in (1.15, 54.584, 1 / 54.584)]
     assert report.temperature_lines(records)[2] == (
         "| fitted after β = 0, on MMLU's validation questions "
         "| 0.02 to 54.58; 2 of 3 at the end of the search |"
@@ -999,7 +1029,7 @@ def test_the_page_tells_what_equal_held_out_losses_are():
 def test_the_report_tells_whether_held_out_losses_are_equal(study):
     assert report.equal_loss_lines(study) == []
     add_grid(study, {1e-5: (1.2,), 2e-5: (1.6,)})
-    smoothed = RunRecord("seeds", "s", label_smoothing=0.1, seed=0, held_out_loss=1.7)
+    smoothed = RunRecord("recommended", "s", label_smoothing=0.1, seed=0, held_out_loss=1.7)
     equal = RunRecord("equal", "e", label_smoothing=0.0, learning_rate=2e-5, held_out_loss=1.61)
     for record in (smoothed, equal):
         study.store.add(MODEL, record, {})
