@@ -54,14 +54,14 @@ class Settings:
 
 def advantages(
     correct: Tensor,  # (P, G) bool
-    log_pi: Tensor,  # (P, G) ℓ
+    mean_log_probability: Tensor,  # (P, G) ℓ
     method: Method,
 ) -> Tensor:  # (P, G)
     """A of P groups of G answers."""
-    rewards = correct.to(log_pi.dtype)
+    rewards = correct.to(mean_log_probability.dtype)
     centered = rewards - rewards.mean(1, keepdim=True)
-    of_grpo = centered / (rewards.std(1, keepdim=True) + 1e-4)
-    return of_grpo + torch.where(correct, -method.gamma_p, method.gamma_n) * log_pi
+    grpo = centered / (rewards.std(1, keepdim=True) + 1e-4)
+    return grpo + torch.where(correct, -method.gamma_p, method.gamma_n) * mean_log_probability
 
 
 def answer_losses(
@@ -100,11 +100,21 @@ def sample_answers(model: LlamaForCausalLM, problems: list[Problem], seed: int) 
     answers = ids[:, prompts.shape[1] :]
     correct = []
     for problem, tokens in zip(problems, answers.tolist(), strict=True):
-        text = " ".join(WORDS[token] for token in tokens if token > END)
-        correct.append(problem.solved_by(text))
+        text = answer_text(tokens)
+        correct.append(text is not None and problem.solved_by(text))
     is_end = answers == END
     follows_an_end = is_end.cumsum(1) - is_end.int() > 0
     return Answers(ids, answers.masked_fill(follows_an_end, IGNORE), correct)
+
+
+def answer_text(tokens: list[int]) -> str | None:
+    """The words of an answer before its end; None where it has none.
+
+    What follows the end is padding. A padding token that was sampled before it is a word like any
+    other, and makes the answer wrong."""
+    if END not in tokens:
+        return None
+    return " ".join(WORDS[token] for token in tokens[: tokens.index(END)])
 
 
 def nll_and_entropy(model: LlamaForCausalLM, answers: Answers) -> tuple[Tensor, Tensor]:
@@ -147,9 +157,11 @@ def train(
         asked = [problems[index] for index in drawn.repeat(settings.answers_per_problem)]
         answers = sample_answers(model, asked, sampling_seed)
         nll, entropy = nll_and_entropy(model, answers)
-        log_pi = -nll.detach().sum(1) / (answers.labels != IGNORE).sum(1)
+        mean_log_probability = -nll.detach().sum(1) / (answers.labels != IGNORE).sum(1)
         correct = torch.tensor(answers.correct)
-        advantage = advantages(correct.view(groups), log_pi.view(groups), method).view(-1)
+        advantage = advantages(
+            correct.view(groups), mean_log_probability.view(groups), method
+        ).view(-1)
         answer_losses(nll, entropy, advantage, method).mean().backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.param_groups[0]["lr"] = settings.learning_rate * (1 - step / settings.steps)

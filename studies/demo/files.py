@@ -4,7 +4,8 @@
     mmlu/{dev,val,test}/<subject>_{dev,val,test}.csv
     oracle.jsonl     calibeval's records of one who knows what is true and whom to trust
 
-Every answer in them is a draw of its own.
+What a source says is drawn anew for each question, so that two questions about one town may have
+different keys. The oracle's confidences are no draws: they are what the draws are made with.
 """
 
 import math
