@@ -22,8 +22,8 @@ Trainers:
     ours            the sweeps' trainer: packed rows, smoothce's loss, layers not compiled
     ours-compiled   the same with torch.compile on each layer
     ours-smoothed   ours-compiled at β = 0.1; the others are at β = 0
-    ours-zero3      ours by DeepSpeed's ZeRO-3; on one GPU only where it is named
-    ours-lora       ours with LoRA of rank 16 over frozen bf16 weights; only where it is named
+    ours-zero3      ours, sharded by DeepSpeed's ZeRO-3; on one GPU left out unless it is named
+    ours-lora       ours with LoRA of rank 16 over frozen bf16 weights; left out unless it is named
     trl             TRL's SFTTrainer as it comes
     trl-liger       with Liger's layers (use_liger_kernel); the loss stays TRL's own, which TRL 1.16
                     puts in the place of Liger's
@@ -417,22 +417,32 @@ def finish(name: str, arguments: argparse.Namespace, figures: dict[str, Any]) ->
 
 def train_by_sweeps(arguments: argparse.Namespace) -> int:
     """Train by `python -m sweeps launch`, and read the run's metrics.jsonl."""
-    import yaml
-
     (model,) = arguments.models
     name = arguments.trial
-    world: dict[str, Any] = {"processes_per_node": arguments.gpus}
-    deepspeed = TRAINERS[name].deepspeed
-    if deepspeed:
-        world["deepspeed"] = str(PROJECT / deepspeed)
-    elif arguments.gpus > 1:
-        world["fsdp"] = str(PROJECT / "configs" / "fsdp" / "fsdp2.json")
-    import torch
+    sweep = sweep_of(model, name, arguments)
+    file = arguments.out / f"{model}.{name}.yaml"
+    launched = launch(sweep, file)
+    folder = Path(sweep["output_root"]) / sweep["name"]
+    updates = logged_updates(folder)
+    if launched.returncode or len(updates) != arguments.steps:
+        print(launched.stdout + launched.stderr)
+        for log in folder.glob("*/train.log"):
+            print(log.read_text("utf-8", "replace"))
+        code = launched.returncode
+        print(f"Error: {len(updates)} of {arguments.steps} updates, exit code {code}")
+        return 1
+    pace = statistics.median(row["tokens_per_second"] for row in updates[WARM_UP:])
+    memory = max(row.get("gpu_memory_gib", 0.0) for row in updates)
+    losses = [row["loss"] for row in updates]
+    figures = figures_of(model, arguments, pace, memory, updates[0]["time"], losses)
+    return finish(name, arguments, figures)
 
-    world["mixed_precision"] = "bf16" if torch.cuda.is_available() else "no"
+
+def sweep_of(model: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sweep of one run by which a trainer's trial is done; its data are written."""
     data = arguments.out.absolute() / "alpaca.json"
     data.write_text(json.dumps(conversations(arguments)))
-    sweep = {
+    return {
         "name": f"{model}.{name}",
         "output_root": str(arguments.out.absolute() / "runs"),
         "train": {
@@ -452,28 +462,42 @@ def train_by_sweeps(arguments: argparse.Namespace) -> int:
             "weight_decay": 0.0,
             **TRAINERS[name].settings,
         },
-        "world": world,
+        "world": world_of(name, arguments.gpus),
     }
-    file = arguments.out / f"{model}.{name}.yaml"
+
+
+def world_of(name: str, gpus: int) -> dict[str, Any]:
+    """The sweep's `world:`: how many processes train, how they share the model, and in what."""
+    import torch
+
+    world: dict[str, Any] = {
+        "processes_per_node": gpus,
+        "mixed_precision": "bf16" if torch.cuda.is_available() else "no",
+    }
+    deepspeed = TRAINERS[name].deepspeed
+    if deepspeed:
+        world["deepspeed"] = str(PROJECT / deepspeed)
+    elif gpus > 1:
+        world["fsdp"] = str(PROJECT / "configs" / "fsdp" / "fsdp2.json")
+    return world
+
+
+def launch(sweep: dict[str, Any], file: Path) -> subprocess.CompletedProcess[str]:
+    """Write a sweep to a file and launch it on this machine."""
+    import yaml
+
     file.write_text(yaml.safe_dump(sweep))
     command = ("-m", "sweeps", "launch", str(file.absolute()), "--executor", "local")
-    done = subprocess.run([sys.executable, *command], text=True, capture_output=True)
-    folder = arguments.out / "runs" / sweep["name"]
-    logged = []
+    return subprocess.run([sys.executable, *command], text=True, capture_output=True)
+
+
+def logged_updates(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the updates that the run in a sweep's folder has logged."""
+    updates = []
     for metrics in folder.glob("*/metrics.jsonl"):
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-        logged += [row for row in rows if "loss" in row]
-    if done.returncode or len(logged) != arguments.steps:
-        print(done.stdout + done.stderr)
-        for log in folder.glob("*/train.log"):
-            print(log.read_text("utf-8", "replace"))
-        print(f"Error: {len(logged)} of {arguments.steps} updates, exit code {done.returncode}")
-        return 1
-    pace = statistics.median(row["tokens_per_second"] for row in logged[WARM_UP:])
-    memory = max(row.get("gpu_memory_gib", 0.0) for row in logged)
-    losses = [row["loss"] for row in logged]
-    figures = figures_of(model, arguments, pace, memory, logged[0]["time"], losses)
-    return finish(name, arguments, figures)
+        updates += [row for row in rows if "loss" in row]
+    return updates
 
 
 def figures_of(
@@ -577,7 +601,8 @@ def median_pace(marks: list[tuple[float, int]]) -> float:
     `marks` has, for each update, the time in seconds and the number of tokens when it was done.
     """
     paces = []
-    for (earlier, before), (later, after) in itertools.pairwise(marks[WARM_UP - 1 :]):
+    timed = marks[WARM_UP - 1 :]  # from the end of the last update of the warm-up on
+    for (earlier, before), (later, after) in itertools.pairwise(timed):
         paces.append((after - before) / (later - earlier))
     return statistics.median(paces)
 
