@@ -199,7 +199,7 @@ def test_several_processes_tokenize_as_one_does(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     one_process, tokenizer = tokenized(tiny, tiny / "chat.jsonl")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "empty"))
-    several = tokenize_file(tiny_options(tiny), tokenizer, conversations_per_process=10)
+    several = tokenize_file(tiny_options(tiny), tokenizer, conversations_per_part=10)
     assert several.to_list() == one_process
     # Python's os.environ is not where the tokenizers, written in Rust, look.
     getenv = ctypes.CDLL(None).getenv
@@ -219,7 +219,7 @@ tokenization.encode_conversations = encode_conversations
 stop_signal = callbacks.StopSignal(pathlib.Path("absent"))
 train_options = options.TrainOptions(**json.loads(sys.argv[2]))
 tokenizer = tokenization.make_tokenizer(train_options)
-tokenization.tokenize_file(train_options, tokenizer, conversations_per_process=1)
+tokenization.tokenize_file(train_options, tokenizer, conversations_per_part=1)
 """
 
 
@@ -279,11 +279,15 @@ def test_a_run_that_is_stopped_before_its_first_update_leaves_at_once(tokenizing
     assert output == f"stopped: {number.name} came before the first update; nothing is lost\n"
 
 
-def test_a_pool_can_end_its_workers(tokenizing_run):
-    """By TERM, as it does after an error; it would otherwise wait for them forever."""
-    worker = psutil.Process(tokenizing_run.workers[0])
-    worker.terminate()
-    wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 20)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_worker_ends_the_tokenizing(tokenizing_run, tiny, number):
+    """With words that say what died; nobody waits for the part that is lost."""
+    os.kill(tokenizing_run.workers[0], number)
+    assert tokenizing_run.wait() == 1
+    _, errors = tokenizing_run.process.communicate()
+    cores = len(tokenizing_run.workers)
+    killed = f"InputError: {tiny / 'chat.jsonl'}: one of the {cores} processes that tokenize it was"
+    assert f"{killed} killed: out of memory, perhaps; give the run more memory" in errors
 
 
 def test_who_waits_for_a_tokenizing_run_says_so_and_can_be_stopped(tokenizing_run, tiny, tmp_path):

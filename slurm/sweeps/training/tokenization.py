@@ -9,17 +9,20 @@ import contextlib
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +38,12 @@ IGNORE = -100  # the label of a token that is not learned
 # `sweeps.runs.conversations`, of the functions below or of the columns. All caches are then made
 # anew, and checkpoints that were written with the former rows are refused.
 FORMAT = 1
+COLUMNS: dict[str, Any] = {
+    "input_ids": List(Value("int32")),
+    "labels": List(Value("int32")),
+    "length": Value("int32"),
+    "targets": Value("int32"),
+}
 TEMPLATES = Path(__file__).parent / "chat_templates"
 # Seconds of waiting for another process that tokenizes the same file: until it is told, between
 # two tellings, and until it is given up.
@@ -74,15 +83,16 @@ def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
 def tokenize_file(
     train_options: TrainOptions,
     tokenizer: PreTrainedTokenizerBase,
-    conversations_per_process: int = 5000,
+    conversations_per_part: int = 5000,
 ) -> Dataset:
     """The conversations of `train_file` as rows of token ids, from the cache or made on all cores.
 
     Columns: `input_ids`; `labels`, which are −100 where nothing is learned; `length`, the number of
-    tokens; `targets`, the number of labels that are not −100. An additional process is started for
-    every `conversations_per_process` conversations, up to the number of cores.
+    tokens; `targets`, the number of labels that are not −100. The cache has a file for every
+    `conversations_per_part` conversations, which one process makes.
 
-    Raises InputError for a file that cannot be read or a template that hides the assistant's part.
+    Raises InputError for a file that cannot be read, for a template that hides the assistant's
+    part, and where one of the processes is killed.
     """
     path = Path(train_options.train_file)
     limit = None
@@ -98,19 +108,8 @@ def tokenize_file(
         train_options.max_seq_length,
         FORMAT,
     )
-    token_list = List(Value("int32"))
-    count = Value("int32")
-    columns: dict[str, Any] = {
-        "input_ids": token_list,
-        "labels": token_list,
-        "length": count,
-        "targets": count,
-    }
-
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
-    # Worker processes of a run that is killed must end with it.
-    os.register_at_fork(after_in_child=end_with_parent)
     with locked_cache(cache / f"{tokens_fingerprint}.lock", path):
         try:
             texts = Dataset.from_generator(
@@ -120,22 +119,86 @@ def tokenize_file(
             )
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None
-        parallelism = os.environ.get("TOKENIZERS_PARALLELISM", "true")
-        tokens = texts.map(
-            encode_batch,
-            batched=True,
-            fn_kwargs={"tokenizer": tokenizer, "max_length": train_options.max_seq_length},
-            remove_columns="messages",
-            features=Features(columns),  # type: ignore[arg-type]
-            num_proc=min(
-                len(os.sched_getaffinity(0)), math.ceil(len(texts) / conversations_per_process)
-            ),
-            new_fingerprint=tokens_fingerprint,
-        )
-    # `datasets` leaves the variable at false for good, which would leave one core for tokenizing
-    # the prompts when the model is scored afterwards.
-    os.environ["TOKENIZERS_PARALLELISM"] = parallelism
+        count = math.ceil(len(texts) / conversations_per_part)
+        parts = []
+        for index in range(count):
+            part_texts = texts.shard(count, index, contiguous=True)
+            file = cache / f"{tokens_fingerprint}-{index:05}-of-{count:05}.arrow"
+            parts.append(Part(part_texts, file))
+        encode_parts(parts, path, tokenizer, train_options.max_seq_length)
+        tokens = concatenate_datasets([Dataset.from_file(str(part.file)) for part in parts])
+    tokens._fingerprint = tokens_fingerprint
     return tokens
+
+
+class Part(NamedTuple):
+    """Some of a file's conversations, and where in the cache their tokens are."""
+
+    texts: Dataset
+    file: Path
+
+
+def encode_parts(
+    parts: Sequence[Part],
+    train_file: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+) -> None:
+    """Make the files of those parts that the cache lacks, each in one of several processes.
+
+    Raises what a process raises, and InputError where one is killed.
+    """
+    lacking = [part for part in parts if not part.file.exists()]
+    processes = min(len(os.sched_getaffinity(0)), len(lacking))
+    if processes <= 1:
+        for part in lacking:
+            encode_part(part, tokenizer, max_length)
+        return
+    # Processes of a run that is killed must end with it.
+    os.register_at_fork(after_in_child=end_with_parent)
+    # An executor notes when one of its processes dies. The pool of `Dataset.map` waits for good
+    # where the process held the lock of the pool's queue.
+    executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
+    with one_thread_tokenizers(), executor:
+        futures = [executor.submit(encode_part, part, tokenizer, max_length) for part in lacking]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BrokenProcessPool:
+            raise InputError(
+                f"{train_file}: one of the {processes} processes that tokenize it was killed: out "
+                "of memory, perhaps; give the run more memory (memory_per_node), or fewer cores "
+                "(cpus_per_process, or taskset), and launch again"
+            ) from None
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def one_thread_tokenizers() -> Iterator[None]:
+    """Let processes that are forked here tokenize on one core each.
+
+    Afterwards tokenizers are as parallel as before, for the prompts when the model is scored.
+    """
+    parallelism = os.environ.get("TOKENIZERS_PARALLELISM", "true")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = parallelism
+
+
+def encode_part(part: Part, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> None:
+    """Write the tokens of a part into its file, which appears whole."""
+    part.texts.map(
+        encode_batch,
+        batched=True,
+        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
+        remove_columns="messages",
+        features=Features(COLUMNS),  # type: ignore[arg-type]
+        cache_file_name=str(part.file),
+        new_fingerprint=part.file.stem,
+    )
 
 
 @contextlib.contextmanager
