@@ -11,6 +11,10 @@ How a run of backend trainer is stopped and goes on:
    after N, which are about to be repeated.
 6. At the end `saving` writes model/, and the worker deletes checkpoints/ and writes DONE.
 
+The last update has no checkpoint: whoever asks for a stop after it gets the model. Only a kill or a
+full disk before model/ is there makes the next attempt repeat the updates since the last
+checkpoint. One more checkpoint of 12 bytes a weight in every run would be dearer than that.
+
 A checkpoint is a folder checkpoints/step-N/, which gets this name once all of it has reached the
 disk. Its state.json lists the sizes of the other files: a full disk or a copy that was interrupted
 cuts files off, which their sizes show, and a SHA-256 of 15 GB would keep all ranks waiting for
