@@ -51,14 +51,16 @@ cp "$before" "$after"
 (cd "$work" && git apply --unidiff-zero "${patches[@]}") && [ "$(git hash-object --no-filters "$after")" = "$patched" ] ||
   fail "the patches in $here are not as they were recorded (their index lines name another result); $checkout is left as it is: take $here afresh from this project"
 
-ours=' as ours$|\bours\.'
-strange=$(grep -E "$ours" "$target" | grep -vxF -f <(grep -E "$ours" "$after") || true)
+# What every line that the patches add to call smoothed_open_instruct matches; they import it `as ours`.
+patch_call=' as ours$|\bours\.'
+strange=$(grep -E "$patch_call" "$target" | grep -vxF -f <(grep -E "$patch_call" "$after") || true)
 [ -z "$strange" ] ||
   fail "$file in $checkout holds lines of another version of these patches; undo them with the apply.sh that came with them, or patch a second checkout ($get):"$'\n'"$strange"
 
-# The file without the patches' lines, each block of which is looked for behind the one before.
-own=$work/own patched_already=no
-if grep -qE "$ours" "$target"; then
+# The checkout's file without the patches' lines. `diff` gives them as blocks of added lines, in the file's order. The
+# file is walked once: each block is dropped where it first occurs behind the one before, and all other lines stay.
+unpatched=$work/unpatched patched_already=no
+if grep -qE "$patch_call" "$target"; then
   patched_already=yes
   awk '
     NR == FNR { if (/^>/) block[n, ++size[n]] = substr($0, 3); else n++; next }
@@ -74,12 +76,12 @@ if grep -qE "$ours" "$target"; then
         at += size[b]
       }
       while (at <= last) print line[at++]
-    }' <(diff "$before" "$after") "$target" > "$own" || cp "$target" "$own" # which then is another file below
+    }' <(diff "$before" "$after") "$target" > "$unpatched" || cp "$target" "$unpatched" # which then is another file below
 else
-  cp "$target" "$own"
+  cp "$target" "$unpatched"
 fi
 runner="The runner needs no line of it changed: python -m smoothed_open_instruct $checkout …"
-if ! git merge-file -p --quiet "$own" "$before" "$after" > "$merged"; then
+if ! git merge-file -p --quiet "$unpatched" "$before" "$after" > "$merged"; then
   clash=$(awk '/^<<<<<<< /{mine = 1; next} /^=======$/{mine = 0} /^>>>>>>> / && n <= 40 {print "  ..."} mine && ++n <= 40 {print "  " $0}' "$merged")
   fail "$file in $checkout differs from that of ${commit:0:12} where the patches add lines, so nothing was changed. $runner. Or move your changes off these lines, or patch a second checkout ($get) and carry them over. Your lines there:"$'\n'"$clash"
 fi
@@ -91,7 +93,7 @@ case $action,$patched_already in
   check,no) echo "not patched: $checkout; to patch it: $here/apply.sh $checkout"; exit 1 ;;
   apply,yes) echo "already patched: $checkout"; exit ;;
   reverse,no) echo "not patched, nothing to undo: $checkout"; exit ;;
-  reverse,yes) merged=$own ;;
+  reverse,yes) merged=$unpatched ;;
 esac
 cp -p "$target" "$target.new"
 cat "$merged" > "$target.new"

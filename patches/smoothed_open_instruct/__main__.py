@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from smoothed_open_instruct.arguments import (
-    SCRIPTS_REDUCTIONS,
+    UPSTREAM_REDUCTIONS,
     check_arguments,
     refuse,
     replaces_loss,
@@ -107,9 +107,9 @@ def with_flags(base: Any) -> Any:
     """The script's argument class with this project's flags; another class as it is."""
     if base.__name__ != "FlatArguments":
         return base
-    scripts_reductions: tuple[str, ...] = SCRIPTS_REDUCTIONS
+    upstream_reductions: tuple[str, ...] = UPSTREAM_REDUCTIONS
     if "reduce_loss" not in base.__dataclass_fields__:  # as at later commits
-        scripts_reductions = ("mean",)
+        upstream_reductions = ("mean",)
 
     @dataclasses.dataclass
     class FlatArguments(base):
@@ -119,7 +119,7 @@ def with_flags(base: Any) -> Any:
         filter_eps: str | None = None
 
         def __post_init__(self) -> None:
-            check_arguments(self, scripts_reductions)
+            check_arguments(self, upstream_reductions)
             reduction = self.reduce_loss
             self.reduce_loss = "mean"
             try:
@@ -128,7 +128,7 @@ def with_flags(base: Any) -> Any:
                 refuse(error)
             self.reduce_loss = reduction
             RUN.args = self
-            RUN.attaches_loss = replaces_loss(self, scripts_reductions)
+            RUN.attaches_loss = replaces_loss(self, upstream_reductions)
             if RUN.attaches_loss and getattr(self, "sequence_parallel_size", 1) > 1:
                 refuse("this loss cannot be combined with sequence_parallel_size above 1")
 

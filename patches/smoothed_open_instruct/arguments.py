@@ -14,7 +14,7 @@ from smoothce.options import Options, is_number
 
 LOSS_IMPLEMENTATIONS = ("auto", "fused")
 REDUCTIONS = ("mean", "sum", "token_mean")
-SCRIPTS_REDUCTIONS = ("mean", "sum")  # those that finetune.py computes itself
+UPSTREAM_REDUCTIONS = ("mean", "sum")  # those that finetune.py computes itself
 
 
 def refuse(message: object) -> NoReturn:
@@ -24,12 +24,12 @@ def refuse(message: object) -> NoReturn:
 
 
 def check_arguments(
-    args: Namespace, scripts_reductions: tuple[str, ...] = SCRIPTS_REDUCTIONS
+    args: Namespace, upstream_reductions: tuple[str, ...] = UPSTREAM_REDUCTIONS
 ) -> None:
     """Refuse wrong values of the flags, and wrong types, which a YAML file may hold.
 
     `filter_eps`, which the command line gives as text, becomes a number where it is one.
-    `scripts_reductions` are those that the script computes itself, which differ between commits.
+    `upstream_reductions` are those that finetune.py computes itself, which differ between commits.
     """
     with suppress(TypeError, ValueError):
         args.filter_eps = float(args.filter_eps)
@@ -39,7 +39,7 @@ def check_arguments(
         refuse(error)
     _check_choice("loss_impl", args.loss_impl, LOSS_IMPLEMENTATIONS)
     _check_choice("reduce_loss", args.reduce_loss, REDUCTIONS)
-    replaced = replaces_loss(args, scripts_reductions)
+    replaced = replaces_loss(args, upstream_reductions)
     if args.filter_eps is not None and not replaced:
         refuse("filter_eps belongs to the fused loss: ask for it with loss_impl fused")
     # Only the patches add this flag; the runner's arguments lack it.
@@ -50,7 +50,7 @@ def check_arguments(
         refuse(
             "load_balancing_loss adds to the upstream loss alone: it cannot be combined with "
             "label_smoothing > 0, loss_impl fused or a reduce_loss other than "
-            f"{' and '.join(scripts_reductions)}"
+            f"{' and '.join(upstream_reductions)}"
         )
 
 
@@ -60,13 +60,13 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def replaces_loss(
-    args: Namespace, scripts_reductions: tuple[str, ...] = SCRIPTS_REDUCTIONS
+    args: Namespace, upstream_reductions: tuple[str, ...] = UPSTREAM_REDUCTIONS
 ) -> bool:
     """Whether these flags ask for another loss than the script's own, which stays as it is."""
     return (
         args.label_smoothing > 0
         or args.loss_impl == "fused"
-        or args.reduce_loss not in scripts_reductions
+        or args.reduce_loss not in upstream_reductions
     )
 
 

@@ -109,6 +109,8 @@ class Monitor:
         """Whether the main process sees the stop file; the same answer on every process."""
         if not self.args.stop_file:
             return False
+        # All processes have to agree on the answer, and reading it waits for the GPU after each
+        # update.
         exists = self.accelerator.is_main_process and os.path.exists(self.args.stop_file)
         flag = torch.tensor(int(exists), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum").item())

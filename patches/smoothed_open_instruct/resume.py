@@ -81,17 +81,20 @@ class Checkpoints:
     written: str | None = None  # the folder of the checkpoint that was written last
 
     def last(self, args: Namespace, incomplete: bool = False) -> str | None:
-        """The furthest complete checkpoint, or None: where a run continues.
+        """What upstream asks its own function for, whose place this one takes.
 
-        With `incomplete` it is the checkpoint that was just written, which upstream asks for to
-        mark it COMPLETED. `args` are the script's, as `self.args` are.
-
-        Upstream compares numbers as text, so that step_900 comes after step_1000; it prefers any
-        step to any epoch; and it takes the folder that was changed last for the one just written,
-        which is wrong while another process deletes an old one.
+        With `incomplete` that is the checkpoint that was just written, to mark it COMPLETED.
+        Upstream takes the folder that was changed last, which is wrong while another process
+        deletes an old one. Without, it is where the run continues.
         """
-        if incomplete:
-            return self.written
+        return self.written if incomplete else self.furthest(args)
+
+    def furthest(self, args: Namespace) -> str | None:
+        """The furthest complete checkpoint, or None: where the run continues.
+
+        Upstream compares numbers as text, so that step_900 comes after step_1000, and prefers any
+        step to any epoch.
+        """
         if not os.path.isdir(args.output_dir or "") or args.overwrite_output_dir:
             return args.resume_from_checkpoint or None
         complete = [
