@@ -382,3 +382,68 @@ def test_a_loss_of_ones_own_of_no_labels_is_zero(items, reduction):
 def test_training_in_evaluation_mode_warns_for_whatever_is_left_out(settings):
     with pytest.warns(UserWarning, match=r"evaluation mode.*model\.train\(\)"):
         patch_model(tiny(), **settings).eval()(**batch())
+
+
+def test_a_head_that_was_replaced_since_is_unpatched_too():
+    model = patch_model(tiny(), label_smoothing=0.1)
+    patched = model.lm_head
+    model.lm_head = torch.nn.Linear(16, VOCABULARY, bias=False)
+    unpatch_model(model)
+    assert not [name for name in vars(patched) if name == "forward" or "smoothce" in name]
+    assert not model.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MambaForCausalLM", "MixtralForCausalLM"])
+def test_outputs_are_of_upstreams_class(name):
+    """With all of its fields but logits: Mamba's has its cache, and no past_key_values."""
+    model, data = tiny(name), batch()
+    theirs = model(**data, use_cache=True)
+    ours = patch_model(model, label_smoothing=0.1)(**data, use_cache=True)
+    assert type(ours) is type(theirs)
+    assert set(theirs) - set(ours) == {"logits"}
+    assert set(ours) <= set(theirs)
+
+
+def test_classes_that_are_installed_can_be_inspected():
+    """As help() and documentation do, which ask a class for its signature."""
+    from smoothce.hf_patch import model_forward
+
+    assert "causal" in inspect.signature(model_forward.ModelForward).parameters
+
+
+def test_the_smoothing_target_is_kept_where_it_was_used_last():
+    from smoothce.hf_patch.head_forward import HeadForward
+    from smoothce.hf_patch.settings import LossSettings
+
+    target = torch.rand(VOCABULARY).softmax(0)
+    head_forward = HeadForward(
+        torch.nn.Linear(2, VOCABULARY), LossSettings(smoothing_target=target)
+    )
+    assert head_forward._smoothing_target_on(torch.device("cpu")) is target
+    elsewhere = torch.device("meta")
+    moved = head_forward._smoothing_target_on(elsewhere)
+    assert moved.device == elsewhere
+    assert head_forward._smoothing_target_on(elsewhere) is moved
+    assert head_forward.settings.keywords()["smoothing_target"] is target
+
+
+@pytest.mark.gpu
+def test_the_smoothing_target_is_copied_to_the_gpu_once():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    copied = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten._to_copy.default and args[0].shape == (VOCABULARY,):
+                copied.append((args[0].device.type, result.device.type))
+            return result
+
+    target = torch.rand(VOCABULARY).softmax(0)
+    model = patch_model(tiny(), label_smoothing=0.1, smoothing_target=target).cuda()
+    data = {name: value.cuda() for name, value in batch().items()}
+    with Copies():
+        for _ in range(3):
+            model(**data).loss.backward()
+    assert copied.count(("cpu", "cuda")) == 1

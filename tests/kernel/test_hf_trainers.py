@@ -505,3 +505,16 @@ def test_trls_trainer_refuses_an_adapter_on_the_head(tmp_path):
     trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), **more)
     with pytest.raises(TypeError, match="lm_head carries an adapter"):
         patch_trainer(trainer, label_smoothing=0.2)
+
+
+def test_a_trl_whose_fused_forward_is_made_in_another_way_is_named(tmp_path):
+    trl = pytest.importorskip("trl")
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), **more)
+
+    def _fused_forward(self, *args, **kwargs):
+        raise AssertionError("not called")
+
+    trainer.model.forward = types.MethodType(_fused_forward, trainer.model)
+    with pytest.raises(ValueError, match=rf"TRL {trl.__version__} .* original_forward"):
+        patch_trainer(trainer, label_smoothing=0.1)

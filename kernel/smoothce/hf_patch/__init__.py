@@ -10,11 +10,16 @@ all micro-batches and ranks and hands the count over as `num_items_in_batch`, by
 divides the sum; TRL divides the sum itself; a loop of one's own has `smoothce.token_mean_factor`.
 Where no count comes, the loss is a mean of each micro-batch, as it is upstream.
 
-To read: `patching` is what users call; `forwards` and `head_forward` are what a patched model and
-its head run; `logit_map` and `proof` decide whether a model can be patched at all, `hooks` which
-hooks may stay on its head; `settings` is
-the keywords, `anatomy` finds a model's parts, `outputs` builds what a forward returns; `trainer`
-and `callback` are for Hugging Face's Trainers, and `families` makes kernel/FAMILIES.md.
+To read, in this order:
+
+- `patching` is what users call, `settings` the keywords that it takes, and `anatomy` finds a
+  model's parts;
+- `model_forward` is what a patched model runs, `fused_forward` the part of it that computes the
+  loss, `head_forward` what its head runs, and `outputs` what comes out;
+- `verification` decides whether a model can be patched at all: `probe` runs it, `logit_map` finds
+  what it does to its logits, and `head_hooks` which hooks may stay on its head;
+- `trainer` and `callback` are for Hugging Face's Trainers, and `trl` is what is known of TRL;
+- `families` makes kernel/FAMILIES.md and is used by nothing else here.
 """
 
 from smoothce.hf_patch.patching import patch_model, unpatch_model

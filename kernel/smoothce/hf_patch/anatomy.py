@@ -23,17 +23,17 @@ def class_of(module: nn.Module) -> type:
     """The module's class, without the one that torch's `fully_shard` puts in front of it."""
     if not _is_sharded_by_fsdp2(module):
         return type(module)
-    for one in type(module).__mro__:
-        if not one.__module__.startswith("torch.distributed."):
-            return one
+    for base in type(module).__mro__:
+        if not base.__module__.startswith("torch.distributed."):
+            return base
     return type(module)
 
 
 def _is_sharded_by_fsdp2(module: nn.Module) -> bool:
     """Whether `fully_shard` has changed its class. The name is looked for, since the class is in
     another module of torch in each of its versions."""
-    for one in type(module).__mro__:
-        if one.__name__ == "FSDPModule" and one.__module__.startswith("torch.distributed."):
+    for base in type(module).__mro__:
+        if base.__name__ == "FSDPModule" and base.__module__.startswith("torch.distributed."):
             return True
     return False
 
@@ -90,11 +90,13 @@ def forward_in_slot(module: nn.Module) -> Callable[..., Any]:
     return vars(module).get(forward_slot(module), class_forward(module))
 
 
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether something is around the module's own forward that accelerate's hook is not."""
+def has_foreign_wrapper(module: nn.Module, *own_forwards: Any) -> bool:
+    """Whether the module runs anything but one of these forwards, accelerate's hook apart."""
+    if forward_in_slot(module) not in own_forwards:
+        return True
     if forward_slot(module) == "forward":
-        return False  # what is there counts as the module's own
-    outermost = vars(module).get("forward")
+        return False
+    outermost = vars(module).get("forward")  # accelerate's wrapper, or one around it
     function = getattr(outermost, "func", outermost)  # accelerate's is a functools.partial
     return getattr(getattr(function, "__code__", None), "co_name", "") != "new_forward"
 
@@ -120,14 +122,14 @@ def restore_class_forward(module: nn.Module) -> None:
 def check_head(name: str, head: nn.Module) -> None:
     """Raises TypeError for a head whose product is not its weight's alone."""
     head_class = class_of(head)
-    found = f"{head_class.__module__}.{head_class.__name__}"
+    class_name = f"{head_class.__module__}.{head_class.__name__}"
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         raise TypeError(
-            f"{name} carries an adapter ({found}), whose gradient would be lost: "
+            f"{name} carries an adapter ({class_name}), whose gradient would be lost: "
             f"leave {name} out of target_modules and modules_to_save"
         )
     if head_class is not nn.Linear:
-        raise TypeError(f"{name} must be a torch.nn.Linear, not {found}")
+        raise TypeError(f"{name} must be a torch.nn.Linear, not {class_name}")
 
 
 def partitioned_by(model: nn.Module) -> str | None:
@@ -141,8 +143,8 @@ def partitioned_by(model: nn.Module) -> str | None:
     return None
 
 
-def warn_once(said: set[str], message: str) -> None:
-    """Warn, unless `said` holds the message already."""
-    if message not in said and not torch.compiler.is_compiling():
-        said.add(message)
+def warn_once(warnings_given: set[str], message: str) -> None:
+    """Warn, unless the message was given already; compiled code does not warn."""
+    if message not in warnings_given and not torch.compiler.is_compiling():
+        warnings_given.add(message)
         warnings.warn(message, stacklevel=5)  # whoever called the module

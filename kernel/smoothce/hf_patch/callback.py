@@ -7,7 +7,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import Unpack
 
 from smoothce.hf_patch.anatomy import class_forward, unwrapped
-from smoothce.hf_patch.forwards import ModelForward, other_loss_of
+from smoothce.hf_patch.model_forward import ModelForward, other_loss_of
 from smoothce.hf_patch.patching import patch_model
 from smoothce.hf_patch.settings import PatchSettings, shows_settings
 from smoothce.hf_patch.trainer import refuse_arguments, refuse_ignore_index
@@ -41,12 +41,12 @@ class LossWatch(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.model_forward is not None:
-            self.model_forward.has_trained = False
+            self.model_forward.gave_training_loss = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.model_forward is None or self.model_forward.has_trained:
+        if self.model_forward is None or self.model_forward.gave_training_loss:
             return
         settings = self.model_forward.head_forward.settings
         if settings.smooths():

@@ -3,9 +3,9 @@
     python -m smoothce.hf_patch.families > kernel/FAMILIES.md    # some minutes on a CPU
     python -m smoothce.hf_patch.families Gemma2ForCausalLM
 
-Each class is built tiny, with random weights, and patched. Where `patch_model` takes it, its loss
+Each class is built tiny, with random weights, and patched. Where `patch_model` accepts it, its loss
 and gradients are compared with those of smoothed cross-entropy on its own dense logits. A slow test
-(tests/kernel/test_hf_proof.py) does the same for every class.
+(tests/kernel/test_hf_verification.py) does the same for every class.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smoothce.hf_patch.anatomy import CausalModel
+from smoothce.hf_patch.logit_map import CAPS, DIVISORS, SCALES
 from smoothce.hf_patch.patching import patch_model
 
 VOCABULARY = 67
@@ -65,10 +66,9 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     # What scales and caps logits, so that it shows.
-    **dict.fromkeys(("final_logit_softcapping", "logits_soft_cap"), 1.5),
-    "output_logit_soft_cap": 1.5,
-    **dict.fromkeys(("logit_scale", "output_multiplier", "lm_head_multiplier"), 0.3),
-    "logits_scaling": 6.0,
+    **dict.fromkeys(CAPS, 1.5),
+    **dict.fromkeys(SCALES, 0.3),
+    **dict.fromkeys(DIVISORS, 6.0),  # which are among the scales
 }
 ALTERNATING = ["sliding_attention", "full_attention"]
 # What some families need beside, or instead (None: left as the configuration has it).
@@ -91,7 +91,7 @@ for _name in ("ZambaForCausalLM", "Zamba2ForCausalLM"):
     ADJUSTMENTS[_name] |= {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
 
 
-NOT_TRIED = "not tried"  # how the reason of a class begins that could not be built or run
+NOT_BUILT = "not built"  # how the reason of a class begins that could not be built or run
 
 
 class CannotBuild(Exception):
@@ -106,11 +106,11 @@ class Verdict:
     accepted: bool
     loss_error: float = 0.0  # relative
     gradient_error: float = 0.0  # relative
-    reason: str = ""  # why it is refused, or was not tried
+    reason: str = ""  # why it is refused, or was not built
 
     @property
     def wrong(self) -> bool:
-        """Whether it was taken and computes another loss."""
+        """Whether it was accepted and computes another loss."""
         fine = self.loss_error <= LOSS_TOLERANCE and self.gradient_error <= GRADIENT_TOLERANCE
         return self.accepted and not fine
 
@@ -173,7 +173,7 @@ def batch() -> dict[str, Any]:
 
 
 def verdict(name: str, label_smoothing: float = 0.1, **settings: Any) -> Verdict:
-    """Whether a class is taken, and how far its loss and gradients then are from dense ones.
+    """Whether a class is accepted, and how far its loss and gradients then are from dense ones.
 
     What is expected is upstream's loss with its cross-entropy smoothed, in training mode."""
     try:
@@ -186,16 +186,18 @@ def verdict(name: str, label_smoothing: float = 0.1, **settings: Any) -> Verdict
         expected = _gradients(model, expected_loss)
     except Exception as error:
         reason = str(error) if isinstance(error, CannotBuild) else _first_line(error)
-        return Verdict(name, False, reason=f"{NOT_TRIED}: {reason}")
+        return Verdict(name, False, reason=f"{NOT_BUILT}: {reason}")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="patch_model tries")  # put off: not taken here
+            warnings.filterwarnings(
+                "error", message="patch_model verifies"
+            )  # put off: not accepted
             patch_model(model, label_smoothing=label_smoothing)
         loss = seeded_outputs(model, batch()).loss
     except (TypeError, ValueError, UserWarning) as error:
         return Verdict(name, False, reason=_first_line(error))
-    found = _gradients(model, loss)
-    return Verdict(name, True, _relative(loss, expected_loss), _difference(found, expected))
+    gradients = _gradients(model, loss)
+    return Verdict(name, True, _relative(loss, expected_loss), _difference(gradients, expected))
 
 
 def seeded_outputs(model: nn.Module, inputs: dict[str, Any]) -> Any:
@@ -214,15 +216,15 @@ def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return gradients
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return abs(found.item() - expected.item()) / abs(expected.item())
+def _relative(loss: Tensor, expected: Tensor) -> float:
+    return abs(loss.item() - expected.item()) / abs(expected.item())
 
 
-def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def _difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     squares = torch.zeros((), dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
-    for name in {*found, *expected}:
-        ours = found.get(name, torch.zeros(()))
+    for name in {*gradients, *expected}:
+        ours = gradients.get(name, torch.zeros(()))
         theirs = expected.get(name, torch.zeros(()))
         squares += (ours - theirs).square().sum()
         total += theirs.square().sum()
@@ -234,41 +236,53 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
 
 
-def table(verdicts: list[Verdict]) -> str:
-    """The verdicts as Markdown."""
+def table(verdicts: list[Verdict], classes: str) -> str:
+    """The verdicts as Markdown; `classes` says which classes these are."""
     import transformers
 
-    taken = [one for one in verdicts if one.accepted]
-    not_tried = [one for one in verdicts if one.reason.startswith(NOT_TRIED)]
-    refused = [one for one in verdicts if not one.accepted and one not in not_tried]
-    wrong = [one for one in verdicts if one.wrong]
+    accepted = []
+    refused = []
+    not_built = []
+    for row in verdicts:
+        if row.accepted:
+            accepted.append(row)
+        elif row.reason.startswith(NOT_BUILT):
+            not_built.append(row)
+        else:
+            refused.append(row)
+    wrong = [row for row in accepted if row.wrong]
     lines = [
-        "# Which causal language models `patch_model` takes",
+        "# Which causal language models `patch_model` accepts",
         "",
-        f"Every class that transformers {transformers.__version__} knows, tiny and with random "
-        f"weights: {len(taken)} are taken, {len(wrong)} of them wrongly; {len(refused)} are "
-        f"refused, and {len(not_tried)} could not be made tiny here, which says nothing about "
-        "them. Made by `python -m smoothce.hf_patch.families > kernel/FAMILIES.md`.",
+        f"{classes} of transformers {transformers.__version__}, tiny and with random weights: "
+        f"{_count(accepted)} accepted, {len(wrong)} of them wrongly; {_count(refused)} refused; "
+        f"and {len(not_built)} could not be built here, which says nothing about them. Made by "
+        "`python -m smoothce.hf_patch.families > kernel/FAMILIES.md`.",
         "",
         "Differences are relative, from upstream's loss with its cross-entropy smoothed "
         "(β = 0.1, fp32); the gradient's is that of all parameters' gradients as one vector.",
         "",
-        "| class | taken | loss differs by | gradient differs by |",
+        "| class | accepted | loss differs by | gradient differs by |",
         "|---|---|---|---|",
     ]
-    for one in taken:
-        taken_how = "**wrongly**" if one.wrong else "yes"
-        errors = f"{one.loss_error:.1e} | {one.gradient_error:.1e}"
-        lines.append(f"| {_short(one.name)} | {taken_how} | {errors} |")
+    for row in accepted:
+        how = "**wrongly**" if row.wrong else "yes"
+        errors = f"{row.loss_error:.1e} | {row.gradient_error:.1e}"
+        lines.append(f"| {_short(row.name)} | {how} | {errors} |")
     lines += ["", "| class | refused because |", "|---|---|"]
-    for one in refused:
-        _, _, reason = one.reason.partition(": ")
-        reason = reason.removeprefix(f"patch_model refuses {one.name}: ")
-        lines.append(f"| {_short(one.name)} | {reason.partition(' (read from it')[0]} |")
-    lines += ["", "| class | not tried because |", "|---|---|"]
-    for one in not_tried:
-        lines.append(f"| {_short(one.name)} | {one.reason.removeprefix(NOT_TRIED + ': ')} |")
+    for row in refused:
+        _, _, reason = row.reason.partition(": ")
+        reason = reason.removeprefix(f"patch_model refuses {row.name}: ")
+        lines.append(f"| {_short(row.name)} | {reason.partition(' (read from it')[0]} |")
+    lines += ["", "| class | not built because |", "|---|---|"]
+    for row in not_built:
+        reason = row.reason.removeprefix(f"{NOT_BUILT}: ")
+        lines.append(f"| {_short(row.name)} | {reason} |")
     return "\n".join(lines)
+
+
+def _count(verdicts: list[Verdict]) -> str:
+    return "1 is" if len(verdicts) == 1 else f"{len(verdicts)} are"
 
 
 def _short(name: str) -> str:
@@ -280,10 +294,14 @@ def main(arguments: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="classes; all where none is given")
-    names = parser.parse_args(arguments).names or class_names()
+    names = parser.parse_args(arguments).names
+    classes = ", ".join(names)
+    if not names:
+        names = class_names()
+        classes = "Every class"
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        print(table([verdict(name) for name in names]))
+        print(table([verdict(name) for name in names], classes))
 
 
 if __name__ == "__main__":

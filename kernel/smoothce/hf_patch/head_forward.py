@@ -10,8 +10,8 @@ from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import TokenStatistics
 
 
-class SummedLoss(NamedTuple):
-    """A batch's loss and what the model says of each of its tokens."""
+class LossAndStatistics(NamedTuple):
+    """A batch's summed loss and what the model says of each of its tokens."""
 
     loss: Tensor  # (), the sum over the valid tokens
     statistics: TokenStatistics  # (B, T) each, without a gradient
@@ -30,6 +30,7 @@ class HeadForward:
     def __init__(self, head: nn.Linear, settings: LossSettings) -> None:
         self.head = head
         self.settings = settings
+        self.smoothing_target = settings.smoothing_target  # (V,), where it was used last
 
     @classmethod
     def of(cls, head: nn.Module) -> Optional["HeadForward"]:
@@ -41,52 +42,54 @@ class HeadForward:
         hidden: Tensor,  # (B, T, D)
         labels: Tensor | None = None,  # (B, T), shifted
         divisor: Tensor | int | None = None,  # of a mean, instead of the number of valid labels
-        smoothed: bool = True,
-        per_token: bool = False,
-    ) -> Tensor | SummedLoss:
-        """Logits (B, T, V) without labels; `per_token` a SummedLoss; else the loss, ().
+        as_trained: bool = True,
+        with_statistics: bool = False,
+    ) -> Tensor | LossAndStatistics:
+        """Logits (B, T, V) without labels; with labels the loss, (), or `with_statistics` a
+        LossAndStatistics, which TRL asks for.
 
-        `smoothed=False` is how a model is evaluated: without smoothing, without z-loss and without
-        a loss of the caller's own. `per_token` is how TRL asks: one sum, and each token's
-        statistics."""
+        `as_trained=False` is the loss that evaluation reports: cross-entropy without smoothing,
+        without z-loss and without a loss of the caller's own."""
         if labels is None:
             return self.logits(hidden)
         labels = labels.to(hidden.device)
-        if per_token:
-            return self.loss_and_statistics(hidden, labels, smoothed)
-        return self.loss(hidden, labels, divisor, smoothed)
+        if with_statistics:
+            return self.loss_and_statistics(hidden, labels, as_trained)
+        return self.loss(hidden, labels, divisor, as_trained)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the head computes unpatched, (B, T, V)."""
         return type(self.head).forward(self.head, hidden)
 
     def loss(
-        self, hidden: Tensor, labels: Tensor, divisor: Tensor | int | None, smoothed: bool
+        self, hidden: Tensor, labels: Tensor, divisor: Tensor | int | None, as_trained: bool
     ) -> Tensor:
         """The loss, (), reduced as the settings say; `divisor` is a mean's alone."""
         reduction = self.settings.options.reduction
         if reduction == "mean" and divisor is not None:
-            return divided(self._reduced(hidden, labels, "sum", smoothed), divisor)
-        return self._reduced(hidden, labels, reduction, smoothed)
+            return divided(self._reduced(hidden, labels, "sum", as_trained), divisor)
+        return self._reduced(hidden, labels, reduction, as_trained)
 
-    def loss_and_statistics(self, hidden: Tensor, labels: Tensor, smoothed: bool) -> SummedLoss:
+    def loss_and_statistics(
+        self, hidden: Tensor, labels: Tensor, as_trained: bool
+    ) -> LossAndStatistics:
         """The summed loss beside each token's statistics.
 
         A loss of the caller's own gives none. Then a pass without gradients gives them."""
-        if smoothed and self.settings.given_loss is not None:
-            summed = self._reduced(hidden, labels, "sum", smoothed)
+        if as_trained and self.settings.given_loss is not None:
+            summed = self._reduced(hidden, labels, "sum", as_trained)
             with torch.no_grad():
                 _, statistics = self._fused(hidden, labels, "sum", False, return_statistics=True)
         else:
             summed, statistics = self._fused(
-                hidden, labels, "sum", smoothed, return_statistics=True
+                hidden, labels, "sum", as_trained, return_statistics=True
             )
-        return SummedLoss(summed, statistics, labels)
+        return LossAndStatistics(summed, statistics, labels)
 
-    def _reduced(self, hidden: Tensor, labels: Tensor, reduction: str, smoothed: bool) -> Tensor:
+    def _reduced(self, hidden: Tensor, labels: Tensor, reduction: str, as_trained: bool) -> Tensor:
         given_loss = self.settings.given_loss
-        if not smoothed or given_loss is None:
-            return self._fused(hidden, labels, reduction, smoothed)
+        if not as_trained or given_loss is None:
+            return self._fused(hidden, labels, reduction, as_trained)
         valid = labels != self.settings.options.ignore_index
         # A mean over nothing would be NaN, which a product with 0 does not take away. So the
         # function then gets labels that count, and their mean is multiplied by 0.
@@ -101,28 +104,37 @@ class HeadForward:
         hidden: Tensor,
         labels: Tensor,
         reduction: str,
-        smoothed: bool,
+        as_trained: bool,
         return_statistics: bool = False,
     ) -> Any:
         """`linear_cross_entropy` with the settings: a loss, or with statistics the two."""
         keywords = {name: getattr(self.settings.options, name) for name in OPTION_NAMES}
         keywords["reduction"] = reduction
-        if not smoothed:
+        if not as_trained:
             keywords["label_smoothing"] = 0.0
             keywords["z_loss"] = 0.0
-        smoothing_target = self.settings.smoothing_target
-        if smoothing_target is not None:
-            smoothing_target = smoothing_target.to(hidden.device)
         return linear_cross_entropy(
             hidden,
             self.head.weight,
             labels,
             bias=self._scaled_bias(),
-            smoothing_target=smoothing_target,
+            smoothing_target=self._smoothing_target_on(hidden.device),
             return_statistics=return_statistics,
             impl=self.settings.impl,
             **keywords,
         )
+
+    def _smoothing_target_on(self, device: torch.device) -> Tensor | None:
+        """The target, (V,). It is copied to the device once: it is no buffer, so that what moves
+        the model leaves it where it is."""
+        target = self.smoothing_target
+        if target is None or target.device == device:
+            return target
+        target = target.to(device)
+        # What compiled code makes may be overwritten by its next run.
+        if not torch.compiler.is_compiling():
+            self.smoothing_target = target
+        return target
 
     def _scaled_bias(self) -> Tensor | None:
         """The bias inside the logit scale: these models scale the head's whole output."""

@@ -1,4 +1,10 @@
-"""What stands between a head's output and the logits: a scale and a cap, read from the model."""
+"""What stands between a head's output and the logits: a scale and a cap, read from the model.
+
+They are looked for under the names below in the model, its configuration and that one's text
+configuration. A family with another name for one of them needs that name here, and with it gets a
+value in the tiny models of `families`; a scale that is computed from two numbers needs a line in
+`candidates`. Until then the caller gives the number, which the refusal prints.
+"""
 
 import math
 from dataclasses import dataclass
@@ -64,7 +70,8 @@ def watched_attributes(causal: CausalModel, logit_map: LogitMap) -> tuple[Watche
     """What must stay as it is for the map, and the loss, to be the model's.
 
     Beside scales and caps of known names these are other attributes that hold the map's numbers,
-    which the caller then gave, and what transformers keeps a model's loss function under."""
+    which the caller then gave; what asks for an auxiliary loss; and what transformers keeps a
+    model's loss function under."""
     attributes = list(read_scales_and_caps(causal))
     numbers: set[float] = set()
     for number in (logit_map.logit_scale, logit_map.softcap):
@@ -75,7 +82,7 @@ def watched_attributes(causal: CausalModel, logit_map: LogitMap) -> tuple[Watche
             if isinstance(value, float) and value in numbers and name not in SCALES + CAPS:
                 attributes.append(WatchedAttribute(holder, name, value))
     for holder in _holders(causal):
-        # The auxiliary loss is tried only where this is on.
+        # The auxiliary loss is verified only where this is on.
         name = "output_router_logits"
         attributes.append(WatchedAttribute(holder, name, getattr(holder, name, None)))
     # Not `loss_function`, a property that looks the function up each time it is read.
@@ -97,8 +104,8 @@ def _holders(causal: CausalModel) -> list[Any]:
     return holders
 
 
-def scales_and_caps(causal: CausalModel) -> dict[str, float]:
-    """Those that are numbers, as `config.logit_scale`; the model's own as `logit_scale`."""
+def numbers_by_name(causal: CausalModel) -> dict[str, float]:
+    """The scales and caps that are there: `config.logit_scale`, or of the model `logit_scale`."""
     numbers = {}
     for attribute in read_scales_and_caps(causal):
         if is_number(attribute.value):
@@ -139,24 +146,35 @@ def ramp_like(head_output: Tensor) -> Tensor:
     return numbers.view(entries, rows).T.reshape(head_output.shape)
 
 
-def fitted(ramp: Tensor, logits: Tensor) -> LogitMap:
+def fitted(ramp: Tensor, logits: Tensor, precision: float) -> LogitMap:
     """The map that these logits of a ramp show, for a refusal to suggest.
 
-    Where no map made them it is some map that the caller has to compare with them."""
+    `precision` is that of the logits, relative. Where no map made them it is some map that the
+    caller has to compare with them."""
     ramp = ramp.double().flatten()
     logits = logits.double().flatten()
     near_zero = ramp.abs().argmin()  # none is exactly 0
     small, small_logit = ramp[near_zero].item(), logits[near_zero].item()
     largest = logits.abs().max().item()
     scale = small_logit / small
-    if abs(scale) * RAMP_END - largest <= 1e-4 * largest or not math.isfinite(scale):
-        return LogitMap(logit_scale=_six_digits(scale))
+    uncapped = abs(scale) * RAMP_END
+    if uncapped - largest <= max(1e-4, precision) * largest or not math.isfinite(scale):
+        return LogitMap(logit_scale=_six_digits(slope(ramp, logits)))
     cap = largest
     for _ in range(20):  # each is found from the other: the cap bends even a small logit a little
         cap = _cap_of(abs(scale) * RAMP_END, largest)
         if abs(small_logit) < cap:
             scale = cap * math.atanh(small_logit / cap) / small
     return LogitMap(logit_scale=_six_digits(scale), softcap=_six_digits(cap))
+
+
+def slope(inputs: Tensor, outputs: Tensor) -> float:
+    """The factor that brings the inputs nearest to the outputs, in fp64.
+
+    The rounding of 16-bit outputs goes either way, so that it hardly changes the factor."""
+    inputs = inputs.double().flatten()
+    outputs = outputs.double().flatten()
+    return (inputs.dot(outputs) / inputs.dot(inputs)).item()
 
 
 def _cap_of(uncapped: float, capped: float) -> float:

@@ -12,18 +12,17 @@ from smoothce.hf_patch.anatomy import (
     class_of,
     config_of,
     decoder_of,
-    forward_in_slot,
     forward_slot,
+    has_foreign_wrapper,
     head_name_of,
-    is_wrapped,
     restore_class_forward,
     unwrapped,
 )
-from smoothce.hf_patch.forwards import DecoderHook, ModelForward
 from smoothce.hf_patch.head_forward import HeadForward
+from smoothce.hf_patch.model_forward import DecoderHook, ModelForward
 from smoothce.hf_patch.outputs import refuse_summed_router
-from smoothce.hf_patch.proof import CannotRun, prove
 from smoothce.hf_patch.settings import PatchSettings, loss_settings, shows_settings
+from smoothce.hf_patch.verification import CannotRun, verify
 
 
 @shows_settings
@@ -50,23 +49,24 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     `logit_scale=` where it has them, whose result is the mean over labels that are not
     `ignore_index`; it smooths as it likes.
 
-    Any architecture is taken whose loss comes out exact, which is tried on sixteen tokens
-    (`smoothce.hf_patch.proof` says how): its decoder's last hidden states go through a linear head
-    to the mean cross-entropy of the next tokens, with at most a scale and a cap between, which are
-    read from its configuration. `logit_scale=` and `softcap=` (a number, or None for none) take
-    their place where they have another name, and are tried likewise. A model that cannot run when
-    it is patched (on the meta device, or sharded by ZeRO-3 or FSDP2 already) is tried on every rank
-    when its first training batch comes; a warning says so.
+    Any architecture is accepted whose loss comes out exact, which is verified on sixteen tokens
+    (`smoothce.hf_patch.verification` says how): its decoder's last hidden states go through a
+    linear head to the mean cross-entropy of the next tokens, with at most a scale and a cap
+    between, which are read from its configuration. `logit_scale=` and `softcap=` (a number, or None
+    for none) take their place where they have another name, and are verified likewise. A model that
+    cannot run when it is patched (on the meta device, or sharded by ZeRO-3 or FSDP2 already) is
+    verified on every rank when its first training batch comes; a warning says so.
 
-    What was tried is the model as it was then, so load a checkpoint and change a configuration
+    What was verified is the model as it was then, so load a checkpoint and change a configuration
     before. In training these later changes raise ValueError: of a scale or cap under a known name
     or the one that held the given number, of the model's loss function, of
-    `config.output_router_logits`, of `requires_grad` of a
-    parameter outside decoder and head, and a forward hook on the head that changes logits. A value
-    that is loaded into a frozen parameter behind the head, and a forward that is changed in another
-    way, are not seen. A hook that only looks at logits is tried with a ramp once, and then gets the
-    loss in training. Code that is compiled already goes on without what torch does not look at
-    again, which is torch's rule for hooks.
+    `config.output_router_logits`, of `requires_grad` of a parameter outside decoder and head, and a
+    forward hook on the head that changes logits. These make the next forward verify the model once
+    more: another value in a frozen parameter or a buffer outside decoder and head (of at most four
+    million numbers), and an argument `output_router_logits=True`. A forward that is changed in
+    another way is not seen. A hook that only looks at logits gets a ramp once, and then the loss in
+    training. Code that is compiled already goes on without what torch does not look at again, which
+    is torch's rule for hooks.
 
     A mixture of experts adds its auxiliary loss as upstream does, where `output_router_logits` is
     on. Patch after resizing embeddings and before `accelerator.prepare` or `deepspeed.initialize`,
@@ -88,24 +88,24 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     pretraining_tp = getattr(config_of(causal), "pretraining_tp", 1)
     if pretraining_tp > 1:
         raise TypeError(f"{name} with pretraining_tp={pretraining_tp} is not supported")
-    of_loss = loss_settings(settings, head.out_features)
+    checked_settings = loss_settings(settings, head.out_features)
     if getattr(config_of(causal), "output_router_logits", False):
-        refuse_summed_router(of_loss.options.reduction)
+        refuse_summed_router(checked_settings.options.reduction)
 
-    model_forward = ModelForward(causal, head_name, of_loss.eval_logits)
+    model_forward = ModelForward(causal, head_name)
     try:
-        model_forward.proof = prove(model_forward, of_loss)
+        model_forward.verified = verify(model_forward.fused, checked_settings)
     except CannotRun as reason:
         warnings.warn(
-            f"patch_model tries {name} when its first training batch comes, not now: {reason}",
+            f"patch_model verifies {name} when its first training batch comes, not now: {reason}",
             stacklevel=3,
         )
     else:
-        of_loss = of_loss.with_logit_map(model_forward.proof.logit_map)
+        checked_settings = checked_settings.with_logit_map(model_forward.verified.logit_map)
         model_forward.head_hooks.check(head, head_name)
     if ModelForward.of(causal) is not None:  # only now: a refused call leaves the one before
         unpatch_model(causal)
-    _install(model_forward, HeadForward(head, of_loss))
+    _install(model_forward, HeadForward(head, checked_settings))
     return model
 
 
@@ -117,15 +117,19 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     model_forward = ModelForward.of(causal)
     if model_forward is None:
         raise TypeError(f"{name} is not patched")
-    if forward_in_slot(causal) is not model_forward or is_wrapped(causal):
+    if has_foreign_wrapper(causal, model_forward):
         raise TypeError(f"{name}.forward was wrapped after patch_model; remove the wrapper first")
-    head = getattr(causal, model_forward.head_name)
-    patched_heads = []  # one, or none where the head was replaced since
-    for module in head.modules():  # an adapter that was put on since holds the head
+    # The head that was patched, though another may be in its place now, and what an adapter that
+    # was put on since holds: the head, or a copy of it.
+    modules = set(model_forward.fused.head.modules())
+    if model_forward.installed_head is not None:
+        modules.add(model_forward.installed_head)
+    patched_heads = []
+    for module in modules:
         head_forward = HeadForward.of(module)
         if head_forward is None:
             continue
-        if forward_in_slot(module) is not head_forward or is_wrapped(module):
+        if has_foreign_wrapper(module, head_forward):
             raise TypeError(
                 f"{model_forward.head_name}.forward was wrapped after patch_model; remove the "
                 "wrapper first"
@@ -152,8 +156,7 @@ def _refuse_wrapped(causal: CausalModel) -> None:
 def _refuse_wrapped_forward(
     module: nn.Module, name: str, patch: ModelForward | HeadForward | None
 ) -> None:
-    is_own = forward_in_slot(module) in (class_forward(module), patch)
-    if not is_own or is_wrapped(module):
+    if has_foreign_wrapper(module, class_forward(module), patch):
         when = "before" if patch is None else "after"
         raise TypeError(
             f"{name}.forward was wrapped {when} patch_model: call patch_model before the wrapper"
@@ -169,6 +172,7 @@ def _install(model_forward: ModelForward, head_forward: HeadForward) -> None:
     head = head_forward.head
     setattr(head, forward_slot(head), head_forward)
     setattr(head, HeadForward.ATTRIBUTE, head_forward)
+    model_forward.installed_head = head
     decoder = decoder_of(causal)
     hook = DecoderHook(model_forward)
     model_forward.decoder_hook = decoder.register_forward_pre_hook(hook)

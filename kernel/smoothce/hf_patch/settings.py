@@ -35,10 +35,11 @@ class LossFunction(Protocol):
 
 
 class PatchSettings(TypedDict, total=False):
-    """The keywords of `patch_model`, which documents them: those of `Options`, and four more.
+    """The keywords of `patch_model`, which documents them.
 
-    A field of `Options` works as a keyword without being named here; its line here is what editors
-    complete.
+    They are the fields of `Options` that a model can serve, and `smoothing_target`, `impl`, `loss`
+    and `eval_logits`. A field of `Options` works as a keyword without being named here; its line
+    here is what editors complete.
     """
 
     label_smoothing: float
@@ -128,7 +129,9 @@ def loss_settings(keywords: PatchSettings, vocabulary: int) -> LossSettings:
 
 
 def shows_settings(function: AnyFunction) -> AnyFunction:
-    """Lets `help()` and notebooks show the keywords that `**settings` stands for."""
+    """Lets `help()` and notebooks show the keywords that `**settings` stands for.
+
+    `smoothce.options.spell_out_options` does it for functions that take the loss's options."""
     defaults = {**LossSettings().keywords(), **vars(Options())}
     signature = inspect.signature(function)
     parameters = [

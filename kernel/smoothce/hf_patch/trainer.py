@@ -1,12 +1,12 @@
 """`patch_trainer`: the loss in Hugging Face's Trainer and TRL's SFTTrainer."""
 
-import inspect
 from typing import Any, TypeVar
 
 from typing_extensions import Unpack
 
+from smoothce.hf_patch import trl
 from smoothce.hf_patch.anatomy import CausalModel, unwrapped
-from smoothce.hf_patch.forwards import ModelForward, is_trls
+from smoothce.hf_patch.model_forward import ModelForward
 from smoothce.hf_patch.patching import patch_model
 from smoothce.hf_patch.settings import PatchSettings, shows_settings
 
@@ -35,13 +35,13 @@ def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> Any
     causal = unwrapped(trainer_.model)
     settings = _combined(causal, trainer_.args.label_smoothing_factor, settings)
     _refuse_other_losses(trainer_, settings)
-    outermost = getattr(vars(causal).get("forward"), "__func__", None)
-    if outermost is not None and is_trls(outermost):
+    outermost = vars(causal).get("forward")
+    if outermost is not None and trl.is_fused_forward(outermost):
         if settings.get("reduction", "mean") != "mean":
             raise ValueError(f"reduction must be 'mean', TRL's, not {settings['reduction']!r}")
-        # TRL's, which computes a loss of its own, gives way to what it is around: the class's, an
-        # earlier patch, or accelerate's wrapper of one of them.
-        causal.forward = inspect.getclosurevars(outermost).nonlocals["original_forward"]
+        # TRL's gives way to what it has replaced: the class's, an earlier patch, or accelerate's
+        # wrapper of one of them.
+        causal.forward = trl.forward_before(outermost)
     patch_model(trainer_.model, **settings)
     trainer_.label_smoother = None
     _watch(trainer_)
@@ -80,12 +80,7 @@ def _combined(causal: CausalModel, factor: float, settings: PatchSettings) -> Pa
 def _refuse_other_losses(trainer: Any, settings: PatchSettings) -> None:
     """Raises ValueError for what would train another loss than the settings'."""
     refuse_arguments(trainer.args)
-    trls = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
-    if trls and "SFTTrainer" not in trls:
-        raise ValueError(
-            f"TRL's {trls[0]} computes a loss of its own, which would ignore label_smoothing; "
-            "only its SFTTrainer trains with this one"
-        )
+    trl.refuse_other_trainers(trainer)
     if getattr(trainer, "model_init", None) is not None:
         raise ValueError(
             "the trainer's model_init makes a new model when it trains, which would not be the "

@@ -19,5 +19,5 @@ Such a module
    that belongs in `hf_patch.trainer`;
 5. takes the options that fit, which the docstring of `Options` asks for when one is added;
 6. takes a model's scale and cap from the user where `patch_trainer` is not what runs: `automodel`
-   and `torchtitan` do not try the model as `patch_model` does.
+   and `torchtitan` do not verify the model as `patch_model` does.
 """

@@ -6,7 +6,7 @@
 
 Evaluation reports the loss without smoothing. Axolotl's own fused losses (its cut_cross_entropy
 plugin, liger_fused_linear_cross_entropy) exclude this one and are refused by
-`patch_trainer`, which tries the model and looks at the trainer's arguments.
+`patch_trainer`, which verifies the model and looks at the trainer's arguments.
 """
 
 from typing import Any

@@ -64,7 +64,7 @@ class SmoothedLoss(ChunkedLossWrapper):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.lm_head is not None, "set_lm_head has not been called"
         # Not `pred.requires_grad`: hidden states of a frozen decoder need no gradient.
-        loss = self.lm_head(pred, labels=labels, smoothed=torch.is_grad_enabled())
+        loss = self.lm_head(pred, labels=labels, as_trained=torch.is_grad_enabled())
         if global_valid_tokens is not None:
             loss = divided(loss, global_valid_tokens)
         return loss, {}

@@ -1,5 +1,6 @@
-"""Which models `patch_model` takes: those whose loss it can show to be the fused one, no other."""
+"""Which models `patch_model` accepts: those whose loss it can show to be the fused one."""
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -41,7 +42,7 @@ V5 = int(transformers.__version__.split(".")[0]) >= 5
         ("GptOssForCausalLM", None, None),
     ],
 )
-def test_a_family_is_taken_with_its_scale_and_cap(name, logit_scale, softcap):
+def test_a_family_is_accepted_with_its_scale_and_cap(name, logit_scale, softcap):
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     verdict = families.verdict(name)
@@ -73,18 +74,18 @@ def test_a_family_with_another_loss_is_refused_whatever_is_given(name, message):
 
 
 @pytest.mark.slow
-def test_no_class_is_taken_and_computes_another_loss():
+def test_no_class_is_accepted_and_computes_another_loss():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         verdicts = [families.verdict(name) for name in families.class_names()]
     assert [verdict for verdict in verdicts if verdict.wrong] == []
-    taken = sum(verdict.accepted for verdict in verdicts)
-    assert taken >= (100 if V5 else 20), taken
+    accepted = sum(verdict.accepted for verdict in verdicts)
+    assert accepted >= (100 if V5 else 20), accepted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("router", ["config", "argument"])
-def test_no_mixture_is_taken_and_computes_another_auxiliary_loss(router):
+def test_no_mixture_is_accepted_and_computes_another_auxiliary_loss(router):
     """A class whose auxiliary loss is not known raises where it is asked for."""
     compared = 0
     for name in families.class_names():
@@ -215,7 +216,7 @@ def test_a_model_of_somebodys_own_with_another_loss_is_refused(architecture, mes
         patch_model(tiny_of(architecture), label_smoothing=0.1)
 
 
-def test_a_model_of_somebodys_own_with_the_same_loss_is_taken():
+def test_a_model_of_somebodys_own_with_the_same_loss_is_accepted():
     model = tiny_of(Plain)
     theirs = gradients(model, expected(model, batch(), 0.1))
     patch_model(model, label_smoothing=0.1)
@@ -240,7 +241,7 @@ class Bare(torch.nn.Module):
         return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-def test_a_model_without_a_configuration_is_taken():
+def test_a_model_without_a_configuration_is_accepted():
     model = Bare(tiny())
     theirs = gradients(model, expected(model, batch(), 0.1))
     patch_model(model, label_smoothing=0.1)
@@ -274,7 +275,7 @@ def test_other_precisions(name, dtype):
     patch_model(model, logit_scale=0.5, softcap=50.0)
 
 
-def test_trying_leaves_nothing_behind():
+def test_verification_leaves_nothing_behind():
     """Random states, modes, hooks, gradients, the cache: as before, patched or refused."""
     for architecture in (transformers.LlamaForCausalLM, Unshifted):
         model = tiny_of(architecture, attention_dropout=0.5)
@@ -315,7 +316,7 @@ def test_attention_that_wants_other_inputs_is_put_aside():
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="since torch 2.6")
-def test_compiled_layers_are_not_compiled_to_be_tried():
+def test_compiled_layers_are_not_compiled_to_be_verified():
     def backend(graph, inputs):
         raise AssertionError("compiled")
 
@@ -341,7 +342,7 @@ def filled(model, source):
     return model.train()
 
 
-def test_a_model_on_the_meta_device_is_tried_with_its_first_batch():
+def test_a_model_on_the_meta_device_is_verified_with_its_first_batch():
     model = on_meta()
     with pytest.warns(UserWarning, match="first training batch comes, not now: .*meta device"):
         patch_model(model, label_smoothing=0.1)
@@ -354,7 +355,7 @@ def test_a_model_on_the_meta_device_is_tried_with_its_first_batch():
     assert_same(gradients(model, loss), theirs)
 
 
-def test_the_first_batch_refuses_a_model_that_could_not_be_tried_before():
+def test_the_first_batch_refuses_a_model_that_could_not_be_verified_before():
     model = on_meta(Unshifted)
     with pytest.warns(UserWarning, match="first training batch"):
         patch_model(model, label_smoothing=0.1)
@@ -363,7 +364,7 @@ def test_the_first_batch_refuses_a_model_that_could_not_be_tried_before():
         model(**batch())
 
 
-def test_the_first_batch_finds_the_scale_of_a_model_that_could_not_be_tried_before():
+def test_the_first_batch_finds_the_scale_of_a_model_that_could_not_be_verified_before():
     model = on_meta(transformers.CohereForCausalLM)
     with pytest.warns(UserWarning, match="first training batch"):
         patch_model(model, label_smoothing=0.1)
@@ -404,12 +405,12 @@ def test_the_keywords_are_in_the_signature():
     }
 
 
-def test_a_copy_is_tried_no_more():
+def test_a_copy_is_verified_no_more():
     model = copy.deepcopy(patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=0.1))
     torch.testing.assert_close(
         model(**batch()).loss, expected(tiny("Gemma2ForCausalLM"), batch(), 0.1)
     )
-    assert model._smoothce_model_forward.proof.logit_map.softcap == 1.5
+    assert model._smoothce_model_forward.verified.logit_map.softcap == 1.5
     assert model.lm_head.out_features == VOCABULARY
 
 
@@ -519,22 +520,57 @@ def test_a_cap_that_is_changed_under_compile_is_refused():
     torch.testing.assert_close(
         compiled(**batch()).loss, expected(tiny("Gemma2ForCausalLM"), batch(), 0.1)
     )
-    assert model._smoothce_model_forward.has_trained
+    assert model._smoothce_model_forward.gave_training_loss
     model.config.final_logit_softcapping = 9.0
     with pytest.raises(ValueError, match="call patch_model again"):
         compiled(**batch())
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_model_that_could_not_be_tried_is_tried_under_compile(fullgraph):
+def patched_on_meta():
+    """A patched model that has its weights only now, so that it is verified with its next batch."""
     model = on_meta()
     with pytest.warns(UserWarning, match="first training batch"):
         patch_model(model, label_smoothing=0.1)
-    filled(model, tiny())
-    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
-    for _ in range(2):
-        torch.testing.assert_close(compiled(**batch()).loss, expected(tiny(), batch(), 0.1))
-    assert model._smoothce_model_forward.proof is not None
+    return filled(model, tiny())
+
+
+def test_a_model_that_could_not_run_before_is_verified_under_compile():
+    torch.compiler.reset()
+    model = patched_on_meta()
+    compiled = torch.compile(model, backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="something trains a patched model")
+        for _ in range(2):
+            torch.testing.assert_close(compiled(**batch()).loss, expected(tiny(), batch(), 0.1))
+    assert model._smoothce_model_forward.verified is not None
+
+
+def test_a_model_that_could_not_run_before_and_is_one_graph_now_is_refused():
+    torch.compiler.reset()
+    model = patched_on_meta()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="call it once, in training mode with labels"):
+        compiled(**batch())
+    model(**batch())
+    torch.compiler.reset()
+    torch.testing.assert_close(compiled(**batch()).loss, expected(tiny(), batch(), 0.1))
+
+
+def test_compiled_code_that_goes_on_in_python_gives_no_warning():
+    """A call that raises under compile leaves the patched forward half compiled, for all models:
+    then its decoder is called from Python."""
+    torch.compiler.reset()
+    model = patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=0.1)
+    compiled = torch.compile(model, backend="eager")
+    compiled(**batch())
+    model.config.final_logit_softcapping = 9.0
+    with pytest.raises(ValueError, match="call patch_model again"):
+        compiled(**batch())
+    another = torch.compile(patched_on_meta(), backend="eager", fullgraph=True)
+    with warnings.catch_warnings(), contextlib.suppress(torch._dynamo.exc.Unsupported):
+        warnings.filterwarnings("error", message="something trains a patched model")
+        another(**batch())
+    torch.compiler.reset()
 
 
 def test_a_hook_under_compile_that_changes_logits_is_refused():
@@ -697,13 +733,13 @@ def test_attention_inside_configurations_is_restored():
     """To set a configuration's attention sets those inside it too."""
     import types
 
-    from smoothce.hf_patch.proof import _plain_attention
+    from smoothce.hf_patch.probe import plain_attention
 
     whole = transformers.LlavaConfig()
     whole._attn_implementation = "sdpa"
     whole.vision_config._attn_implementation = "flash_attention_2"
     model = types.SimpleNamespace(config=whole)
-    with _plain_attention(model):
+    with plain_attention(model):
         assert whole.vision_config._attn_implementation == "eager"
     assert whole._attn_implementation == "sdpa"
     assert whole.text_config._attn_implementation == "sdpa"
@@ -720,7 +756,7 @@ def test_checkpointed_layers_are_no_sharded_ones():
         patch_model(model, label_smoothing=0.1)
 
 
-def test_an_auxiliary_loss_that_is_turned_on_later_is_refused_until_it_is_tried():
+def test_an_auxiliary_loss_that_is_turned_on_later_is_refused_until_it_is_verified():
     model = patch_model(tiny("MixtralForCausalLM"), label_smoothing=0.1)
     model(**batch())
     model.config.output_router_logits = True
@@ -730,3 +766,92 @@ def test_an_auxiliary_loss_that_is_turned_on_later_is_refused_until_it_is_tried(
         model(**batch())
     patch_model(model, label_smoothing=0.1)
     assert model(**batch()).aux_loss is not None
+
+
+class BufferBehindHead(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("behind", torch.zeros(config.vocab_size))
+
+    def logits_of(self, logits):
+        return logits + self.behind
+
+
+@pytest.mark.parametrize("architecture", [BiasBehindHead, BufferBehindHead])
+def test_a_value_that_is_loaded_behind_the_head_later_is_seen(architecture):
+    model = tiny_of(architecture)
+    name = "behind" if architecture is BufferBehindHead else "logit_bias"
+    behind = getattr(model, name)
+    behind.requires_grad_(False).zero_()
+    patch_model(model, label_smoothing=0.1)
+    model(**batch())
+    verified = model._smoothce_model_forward.verified
+    model.load_state_dict(model.state_dict())  # as DistributedDataParallel does, value for value
+    model(**batch())
+    assert model._smoothce_model_forward.verified is verified
+    state = model.state_dict()
+    state[name] = torch.linspace(0, 5, VOCABULARY)
+    model.load_state_dict(state)
+    with pytest.raises(ValueError, match="no scale and cap describe it"):
+        model(**batch())
+
+
+class TenfoldAuxiliaryLoss(transformers.MixtralForCausalLM):
+    """Its auxiliary loss counts ten times as much as its coefficient says."""
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        if outputs.loss is not None and outputs.aux_loss is not None:
+            outputs.loss = outputs.loss + 9 * self.router_aux_loss_coef * outputs.aux_loss
+        return outputs
+
+
+def mixture(architecture):
+    return tiny_of(architecture, num_local_experts=3, num_experts_per_tok=2)
+
+
+def test_an_auxiliary_loss_that_a_call_asks_for_is_verified_then():
+    model = patch_model(mixture(TenfoldAuxiliaryLoss), label_smoothing=0.1)
+    model(**batch())
+    with pytest.raises(ValueError, match="its loss is not the patched one without smoothing"):
+        model(**batch(), output_router_logits=True)
+    model(**batch())  # without it the loss is the fused one, as before
+    model = patch_model(mixture(transformers.MixtralForCausalLM))
+    theirs = mixture(transformers.MixtralForCausalLM)(**batch(), output_router_logits=True).loss
+    for _ in range(2):
+        ours = model(**batch(), output_router_logits=True)
+        torch.testing.assert_close(ours.loss, theirs)
+        assert ours.aux_loss is not None
+
+
+def test_an_auxiliary_loss_that_a_compiled_call_asks_for_is_verified_before():
+    torch.compiler.reset()
+    model = patch_model(mixture(transformers.MixtralForCausalLM))
+    compiled = torch.compile(model, backend="eager")
+    compiled(**batch())
+    assert compiled(**batch(), output_router_logits=True).aux_loss is not None
+
+
+class RoundedScale(SlightlyScaled):
+    """Its scale has a name that nobody knows, and its logits are bf16."""
+
+    def logits_of(self, logits):
+        return (self.config.unheard_of * logits).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("scale", [1.02, 0.98])
+def test_an_unknown_scale_that_rounding_would_hide_is_refused(scale):
+    model = tiny_of(RoundedScale, unheard_of=scale).to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"pass logit_scale=\S+ and softcap=None") as refusal:
+        patch_model(model, label_smoothing=0.1)
+    suggested = float(str(refusal.value).partition("pass logit_scale=")[2].split()[0])
+    assert suggested == pytest.approx(scale, rel=2e-3)
+    patch_model(model, label_smoothing=0.1, logit_scale=scale)
+    patch_model(tiny_of(RoundedScale, unheard_of=1.0).to(torch.bfloat16))
+
+
+def test_what_is_printed_of_one_class_names_it(capsys):
+    families.main(["LlamaForCausalLM"])
+    printed = capsys.readouterr().out
+    assert "Every class" not in printed
+    assert "LlamaForCausalLM" in printed and "1 is accepted" in printed

@@ -2,7 +2,7 @@
 
 A patched head in training returns the loss, so that a hook which changes logits would change the
 loss instead. A hook that only looks at them stays, and gets the loss there. Which kind a hook is
-shows when it gets a ramp in the place of logits, once, in training mode."""
+shows when it is called once with a ramp in the place of logits, in training mode."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,24 +20,24 @@ SHARDING_LIBRARIES = ("accelerate", "deepspeed", "torch.distributed")
 
 
 class HeadHooks:
-    """The hooks that have been tried and leave logits alone.
+    """The hooks of a head that are known to leave logits alone.
 
-    Compiled code does not try hooks, and raises for one that has not been tried before."""
+    Compiled code does not call hooks with a ramp, and raises for one that is not known yet."""
 
     def __init__(self) -> None:
         self.harmless: list[Hook] = []
 
     def check(self, head: nn.Linear, head_name: str) -> None:
-        """Raises ValueError where a hook changes logits, or cannot be tried."""
+        """Raises ValueError where a hook changes logits, or where that cannot be told now."""
         for hook, takes_keywords in _forward_hooks(head):
             if any(hook is known for known in self.harmless) or _shards(hook):
                 continue
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
             if torch.compiler.is_compiling():
                 raise ValueError(
-                    f"the forward hook {name} was put on {head_name} after patch_model, and cannot "
-                    "be tried in compiled code: put it on before patch_model, or call patch_model "
-                    "again"
+                    f"the forward hook {name} was put on {head_name} after patch_model, and "
+                    "compiled code cannot tell whether it changes logits: put it on before "
+                    "patch_model, or call patch_model again"
                 )
             if _changes_logits(head, hook, takes_keywords):
                 raise ValueError(

@@ -1,0 +1,199 @@
+"""What a patched model runs in the place of upstream's forward, and what its decoder's hook sees.
+
+They are objects and not closures so that a patched model can be copied and pickled as a whole, and
+comes back patched.
+"""
+
+import inspect
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smoothce.hf_patch import trl
+from smoothce.hf_patch.anatomy import CausalModel, class_forward, forward_layers, warn_once
+from smoothce.hf_patch.fused_forward import FusedForward
+from smoothce.hf_patch.head_forward import HeadForward
+from smoothce.hf_patch.head_hooks import HeadHooks
+from smoothce.hf_patch.outputs import wants_auxiliary_loss
+from smoothce.hf_patch.verification import CannotRun, VerifiedLoss, verify
+
+
+class ModelForward:
+    """A patched model's forward: the fused one, or upstream's where there is nothing to fuse.
+
+    Upstream is transformers, whose forward of the model's class still runs without labels, and in
+    evaluation. Its signature stays, by which Trainers pick columns.
+
+    Two attributes say what happens around it: `is_running`, while it runs, for `DecoderHook`; and
+    `gave_training_loss`, which `callback.LossWatch` takes back when an update begins, to see
+    whether the update has asked for the loss."""
+
+    ATTRIBUTE = "_smoothce_model_forward"  # under which a patched model keeps it
+
+    def __init__(self, causal: CausalModel, head_name: str) -> None:
+        self.causal = causal
+        self.head_name = head_name
+        self.fused = FusedForward(causal, head_name)
+        self.verified: VerifiedLoss | None = None  # None: the model could not run until now
+        self.is_running = False
+        self.gave_training_loss = False
+        self.head_hooks = HeadHooks()
+        self.installed_head: nn.Module | None = None  # which patch_model has patched
+        self.decoder_hook: RemovableHandle | None = None  # of the decoder's DecoderHook
+        self.warnings_given: set[str] = set()
+        # As an attribute of the object: one of the class would be taken for the class's own.
+        self.__signature__ = inspect.signature(class_forward(causal))
+
+    @classmethod
+    def of(cls, causal: nn.Module) -> Optional["ModelForward"]:
+        """The one that `patch_model` has put on this model, if any."""
+        return vars(causal).get(cls.ATTRIBUTE)
+
+    @property
+    def head_forward(self) -> HeadForward:
+        """The head's. Raises TypeError where the head was replaced or wrapped since."""
+        return self.fused.head_forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In compiled code too, which may go on in Python when it comes to the decoder.
+        self.is_running = True
+        try:
+            return self._fused_or_upstream(*args, **kwargs)
+        finally:
+            self.is_running = False
+
+    def _fused_or_upstream(self, *args: Any, **kwargs: Any) -> Any:
+        causal = self.causal
+        for_trl = kwargs.pop(trl.LOSS_REQUEST, False)
+        names = self.fused.argument_names[: len(args)]
+        inputs = {**dict(zip(names, args, strict=True)), **kwargs}
+        if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+            if causal.training and torch.is_grad_enabled():
+                self.warn(
+                    "a patched model in training got no labels, so it computes dense logits and no "
+                    "loss. Hugging Face's Trainer takes labels away where TrainingArguments has a "
+                    "label_smoothing_factor: call smoothce.patch_trainer(trainer)"
+                )
+            return type(causal).forward(causal, *args, **kwargs)
+        if not causal.training and not for_trl:
+            self._warn_where_evaluation_trains()
+            head_forward = HeadForward.of(self.fused.head)
+            if head_forward is None or head_forward.settings.eval_logits:
+                return type(causal).forward(causal, *args, **kwargs)
+        verified = self._verified_for(inputs)
+        if causal.training:
+            self.gave_training_loss = True
+        return self.fused(
+            inputs, verified.output_class, as_trained=causal.training, for_trl=for_trl
+        )
+
+    def _verified_for(self, inputs: dict[str, Any]) -> VerifiedLoss:
+        """What was verified, which is done once more where it does not cover this call.
+
+        Raises ValueError where the model's loss is not, or is no longer, the fused one."""
+        verified = self.verified
+        with_auxiliary_loss = wants_auxiliary_loss(self.causal, inputs)
+        if verified is None or verified.is_outdated():
+            verified = self._verify(with_auxiliary_loss)
+        verified.check_unchanged()
+        if with_auxiliary_loss and not verified.has_auxiliary_loss:
+            verified = self._verify(with_auxiliary_loss)
+        self.head_hooks.check(self.fused.head, self.head_name)
+        return verified
+
+    def _verify(self, with_auxiliary_loss: bool) -> VerifiedLoss:
+        name = type(self.causal).__name__
+        if torch.compiler.is_compiling():
+            router = ", and output_router_logits=True" if with_auxiliary_loss else ""
+            raise ValueError(
+                f"{name} could not be verified when it was patched, and is compiled now: call it "
+                f"once, in training mode with labels{router}, before torch.compile"
+            )
+        head_forward = self.head_forward
+        try:
+            verified = verify(
+                self.fused,
+                head_forward.settings,
+                with_auxiliary_loss=with_auxiliary_loss,
+                in_forward=True,
+            )
+        except CannotRun as reason:
+            raise ValueError(
+                f"patch_model cannot tell whether {name}'s loss is the fused one: {reason}"
+            ) from reason
+        head_forward.settings = head_forward.settings.with_logit_map(verified.logit_map)
+        self.verified = verified
+        return verified
+
+    def _warn_where_evaluation_trains(self) -> None:
+        """`from_pretrained` returns models in evaluation mode, which would train unsmoothed."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        head_forward = HeadForward.of(self.fused.head)
+        if head_forward is None or not head_forward.settings.smooths():
+            return
+        if any(parameter.requires_grad for parameter in self.causal.parameters()):
+            self.warn(
+                "a patched model in evaluation mode, as from_pretrained returns it, has its "
+                "loss without smoothing: call model.train(), or evaluate under torch.no_grad()"
+            )
+
+    def warn(self, message: str) -> None:
+        """Warn once for this model."""
+        warn_once(self.warnings_given, message)
+
+
+class DecoderHook:
+    """The decoder's forward pre-hook: warns where a patched model trains, but not for its loss.
+
+    A decoder that runs while its model's patched forward does was called by that. Any other call of
+    a decoder in training comes from somebody who computes another loss of its hidden states."""
+
+    def __init__(self, model_forward: ModelForward) -> None:
+        self.model_forward = model_forward
+
+    def __call__(self, decoder: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not decoder.training or not torch.is_grad_enabled():
+            return
+        if _a_patched_forward_runs(decoder) or _in_backward():
+            return
+        settings = self.model_forward.head_forward.settings
+        other = other_loss_of(self.model_forward.causal)
+        if other is not None and settings.smooths():
+            beta = f"label_smoothing={settings.options.label_smoothing:g}"
+            raise ValueError(
+                f"{other} trains the model with a loss of its own, without patch_model's {beta}: "
+                f"call smoothce.patch_trainer(trainer, {beta}) once the trainer is made, without "
+                "use_liger_kernel"
+            )
+        self.model_forward.warn(
+            "something trains a patched model around its loss, so that patch_model's settings have "
+            "no effect: for TRL's SFTTrainer call smoothce.patch_trainer(trainer)"
+        )
+
+
+def _a_patched_forward_runs(decoder: nn.Module) -> bool:
+    """Whether a patched model of which this is the decoder runs; several may share a decoder."""
+    for hook in decoder._forward_pre_hooks.values():
+        if isinstance(hook, DecoderHook) and hook.model_forward.is_running:
+            return True
+    return False
+
+
+def _in_backward() -> bool:
+    """Whether a backward runs, which a checkpointed decoder is recomputed in."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def other_loss_of(causal: CausalModel) -> str | None:
+    """Who has put a forward with another loss around the model's, where that is known."""
+    for forward in forward_layers(causal):
+        if trl.is_fused_forward(forward):
+            return trl.TRAINER
+        if (getattr(forward, "__module__", None) or "").startswith("liger_kernel."):
+            return "Liger"
+    return None

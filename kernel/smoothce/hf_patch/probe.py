@@ -1,0 +1,232 @@
+"""How a model is run to be verified: on sixteen tokens, and watched at its decoder and its head."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smoothce.hf_patch.anatomy import CausalModel, config_of, decoder_of, forward_slot
+from smoothce.hf_patch.fused_forward import FusedForward
+from smoothce.hf_patch.head_forward import HeadForward
+from smoothce.hf_patch.logit_map import LogitMap, ramp_like
+from smoothce.hf_patch.outputs import OutputClass
+from smoothce.hf_patch.settings import LossSettings
+from smoothce.options import Options
+
+ROWS, TOKENS = 2, 8
+IGNORED = -100  # the label that upstream ignores, whatever the patched loss ignores
+
+
+@dataclass
+class UpstreamRun:
+    """What one run of upstream's forward showed."""
+
+    hidden: list[Tensor] = dataclasses.field(default_factory=list)  # of the decoder's calls
+    head_inputs: list[Tensor] = dataclasses.field(default_factory=list)
+    head_dtype: torch.dtype | None = None  # of the head's output
+    ramp: Tensor | None = None  # what was put in the place of the head's output
+    outputs: Any = None
+    logits: Any = None  # a tensor, where the forward returns one
+    loss: Any = None
+    used_behind_head: list[str] = dataclasses.field(default_factory=list)  # trained parameters
+
+
+@contextlib.contextmanager
+def undisturbed(causal: CausalModel) -> Iterator[None]:
+    """Evaluation mode without gradients, compiled layers or traces in random states."""
+    modes = {module: module.training for module in causal.modules()}
+    devices = {parameter.device for parameter in causal.parameters()} - {torch.device("cpu")}
+    device_types = {device.type for device in devices}
+    with contextlib.ExitStack() as stack:
+        if len(device_types) == 1:
+            device_type = device_types.pop()
+            stack.enter_context(torch.random.fork_rng(list(devices), device_type=device_type))
+        else:
+            stack.enter_context(torch.random.fork_rng([]))
+        if hasattr(torch.compiler, "set_stance"):  # since torch 2.6
+            with contextlib.suppress(RuntimeError):  # in a compiled model's own forward
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.no_grad())
+        try:
+            for module in modes:
+                module.training = False
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+@contextlib.contextmanager
+def outside_decoder_in_training(causal: CausalModel) -> Iterator[None]:
+    """All but the decoder in training mode, as `undisturbed` does not leave it.
+
+    The decoder stays in evaluation mode, since its dropout is the same in a patched model. Buffers
+    outside it are restored, which a module may count in."""
+    inside = set(decoder_of(causal).modules())
+    outside = [module for module in causal.modules() if module not in inside]
+    buffers = [buffer for module in outside for buffer in module.buffers(recurse=False)]
+    values = [buffer.clone() for buffer in buffers]
+    try:
+        for module in outside:
+            module.training = True
+        yield
+    finally:
+        for module in outside:
+            module.training = False
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+
+
+def probe_inputs(fused: FusedForward, *, with_auxiliary_loss: bool) -> dict[str, Any]:
+    """A batch of two rows, with unequal numbers of labels, as arguments of upstream's forward."""
+    head = fused.head
+    embeddings = _input_embeddings(fused.causal)
+    entries = min(head.out_features, getattr(embeddings, "num_embeddings", head.out_features))
+    # Not `head.weight`: under ZeRO-3, reading it outside the head's forward would gather it for the
+    # whole step.
+    first_parameter = next(itertools.chain(embeddings.parameters(), head.parameters()))
+    device = first_parameter.device
+    generator = torch.Generator().manual_seed(0)
+    first = min(3, entries - 1)  # the lowest are often padding and the like
+    ids = torch.randint(first, entries, (ROWS, TOKENS), generator=generator).to(device)
+    labels = ids.clone()
+    labels[0, :5] = IGNORED
+    labels[1, -2:] = IGNORED
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": labels}
+    for name, value in (("attention_mask", mask), ("use_cache", False), ("return_dict", True)):
+        if fused.takes(name):
+            inputs[name] = value
+    if with_auxiliary_loss and fused.takes("output_router_logits"):
+        inputs["output_router_logits"] = True
+    return inputs
+
+
+def _input_embeddings(causal: CausalModel) -> nn.Module:
+    """What tokens go into first; of a model that does not say it, the model as a whole."""
+    get_input_embeddings = getattr(causal, "get_input_embeddings", None)
+    embeddings = None
+    if get_input_embeddings is not None:
+        # transformers raises this for models of which it cannot tell.
+        with contextlib.suppress(NotImplementedError):
+            embeddings = get_input_embeddings()
+    return causal if embeddings is None else embeddings
+
+
+@contextlib.contextmanager
+def plain_attention(causal: CausalModel) -> Iterator[None]:
+    """Plain attention: another may want what these runs lack, such as a GPU or the bounds of packed
+    rows, and is not what is verified."""
+    chosen = []
+    for config in _configurations(config_of(causal)):
+        chosen.append((config, getattr(config, "_attn_implementation", None)))
+    try:
+        for config, _ in chosen:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        # The outer before the inner: to set one sets those inside it as well.
+        for config, implementation in chosen:
+            config._attn_implementation = implementation
+
+
+def _configurations(config: Any) -> list[Any]:
+    """A configuration and those inside it (of text, of vision), the outer before the inner."""
+    if config is None:
+        return []
+    configurations = [config]
+    for inner in vars(config).values():
+        if hasattr(inner, "_attn_implementation"):
+            configurations.extend(_configurations(inner))
+    return configurations
+
+
+def run_upstream(fused: FusedForward, inputs: dict[str, Any], *, with_ramp: bool) -> UpstreamRun:
+    """Run upstream's forward, `with_ramp` with a ramp in the place of its head's output.
+
+    With a ramp it also tells which trained parameters outside decoder and head get a gradient."""
+    causal = fused.causal
+    head = fused.head
+    run = UpstreamRun()
+
+    def keep_hidden(decoder: nn.Module, args: Any, output: Any) -> None:
+        hidden = getattr(output, "last_hidden_state", None)
+        run.hidden.append(output[0] if hidden is None else hidden)
+
+    def keep_head_input(head: nn.Module, args: tuple[Any, ...]) -> None:
+        run.head_inputs.append(args[0])
+
+    def keep_dtype_and_put_ramp(head: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        run.head_dtype = output.dtype
+        if not with_ramp:
+            return None
+        run.ramp = ramp_like(output)
+        return run.ramp.clone()  # which a forward may change in place
+
+    handles = [
+        decoder_of(causal).register_forward_hook(keep_hidden),
+        head.register_forward_pre_hook(keep_head_input),
+        head.register_forward_hook(keep_dtype_and_put_ramp, prepend=True),
+    ]
+    trained_behind_head = {}
+    if with_ramp:
+        for name, parameter in parameters_behind_head(causal, head).items():
+            if parameter.requires_grad:
+                trained_behind_head[name] = parameter
+    try:
+        with torch.set_grad_enabled(bool(trained_behind_head)):
+            run.outputs = type(causal).forward(causal, **inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    run.logits = getattr(run.outputs, "logits", None)
+    run.loss = getattr(run.outputs, "loss", None)
+    if trained_behind_head and run.loss is not None and run.loss.requires_grad:
+        gradients = torch.autograd.grad(
+            run.loss, list(trained_behind_head.values()), allow_unused=True
+        )
+        for name, gradient in zip(trained_behind_head, gradients, strict=True):
+            if gradient is not None:
+                run.used_behind_head.append(name)
+    return run
+
+
+def parameters_behind_head(causal: CausalModel, head: nn.Linear) -> dict[str, nn.Parameter]:
+    """Parameters that are neither the decoder's nor the head's."""
+    inside = {*decoder_of(causal).parameters(), *head.parameters()}
+    return {
+        name: parameter for name, parameter in causal.named_parameters() if parameter not in inside
+    }
+
+
+def run_patched(
+    fused: FusedForward, logit_map: LogitMap, inputs: dict[str, Any], output_class: OutputClass
+) -> Any:
+    """The patched model's outputs, its settings but for the map put aside.
+
+    On the chunked path, since the Triton kernels would have to be compiled for this."""
+    options = Options(logit_scale=logit_map.logit_scale, softcap=logit_map.softcap)
+    head_forward = HeadForward(fused.head, LossSettings(options, impl="chunked"))
+    with _head_running(fused.head, head_forward):
+        return fused(inputs, output_class, as_trained=False)
+
+
+@contextlib.contextmanager
+def _head_running(head: nn.Linear, forward: HeadForward) -> Iterator[None]:
+    names = (forward_slot(head), HeadForward.ATTRIBUTE)
+    before = {name: vars(head)[name] for name in names if name in vars(head)}
+    try:
+        for name in names:
+            setattr(head, name, forward)
+        yield
+    finally:
+        for name in names:
+            delattr(head, name)
+            if name in before:
+                setattr(head, name, before[name])

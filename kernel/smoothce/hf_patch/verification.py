@@ -1,0 +1,419 @@
+"""Whether a model's loss is one that the fused loss can compute: verified, not looked up.
+
+The model runs four times on sixteen tokens, as `probe` has it, in evaluation mode:
+
+- *ramped*, with its head's output replaced by a ramp from −200 to 200;
+- *training*, ramped likewise, with all but its decoder in training mode;
+- *plain*, unchanged;
+- *patched*, with the loss computed by its head and without smoothing.
+
+Then the following must hold, in this order:
+
+1. the plain run's decoder gives, bit for bit, what its head takes;
+2. the ramped run returns a loss, and logits of the ramp's shape;
+3. no trained parameter outside the decoder and the head has a part in its loss (the ramped runs
+   have gradients, where there are such parameters);
+4. its logits are cap(scale · ramp), for a scale and a cap that the configuration may mean;
+5. its loss is the mean cross-entropy of the next tokens, beside a mixture's auxiliary loss as the
+   patched run has it;
+6. the patched run's loss is the plain run's;
+7. the training run's logits and loss are the ramped run's, and its head takes what its decoder
+   gives: nothing between decoder and loss acts in training alone, such as dropout.
+
+A mixture's auxiliary loss takes part where `output_router_logits` is on, in the configuration or as
+an argument. A model that cannot run is verified once more with plain attention. Gradients are not
+compared: they follow from the loss, which is the same function of the same hidden states.
+
+Logits that agree prove too little. Without the ramp small logits hide a cap, and a model may
+compute another loss from the right logits (an unshifted one, a loss of further heads beside it).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smoothce.hf_patch.anatomy import CausalModel, decoder_of, partitioned_by
+from smoothce.hf_patch.fused_forward import FusedForward
+from smoothce.hf_patch.logit_map import (
+    LogitMap,
+    WatchedAttribute,
+    candidates,
+    fitted,
+    numbers_by_name,
+    slope,
+    watched_attributes,
+)
+from smoothce.hf_patch.outputs import (
+    OutputClass,
+    wants_auxiliary_loss,
+    weighted_auxiliary_loss,
+)
+from smoothce.hf_patch.probe import (
+    IGNORED,
+    ROWS,
+    TOKENS,
+    UpstreamRun,
+    outside_decoder_in_training,
+    plain_attention,
+    probe_inputs,
+    run_patched,
+    run_upstream,
+    undisturbed,
+)
+from smoothce.hf_patch.settings import LossSettings
+
+TOLERANCE = 1e-5  # of what is computed from the ramp, which is fp32
+MOST_FOLLOWED = 2**22  # numbers in a tensor behind the head of which a copy is kept
+
+
+class CannotRun(Exception):
+    """The model cannot be verified now; the message says why."""
+
+
+class TensorBehindHead(NamedTuple):
+    """A frozen parameter or a buffer outside decoder and head, which logits may depend on."""
+
+    name: str  # in the model
+    module: nn.Module  # that has it
+    attribute: str
+    version: int  # which torch counts up when a tensor is written to
+    value: Tensor | None  # a copy; None where it is not followed
+
+    def is_trained(self) -> bool:
+        return getattr(self.module, self.attribute).requires_grad
+
+    def has_another_value(self) -> bool:
+        if self.value is None:
+            return False
+        tensor = getattr(self.module, self.attribute)
+        is_sharded = hasattr(tensor, "placements")  # as a DTensor is
+        if is_sharded or tensor.shape != self.value.shape or tensor.dtype != self.value.dtype:
+            return True
+        if _version(tensor) == self.version:  # which spares the comparison on the device
+            return False
+        return not torch.equal(tensor, self.value.to(tensor.device))
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedLoss:
+    """That a model's loss is the fused one, with this map, and what this rests on."""
+
+    logit_map: LogitMap
+    output_class: OutputClass
+    has_auxiliary_loss: bool  # whether a mixture's auxiliary loss took part
+    # An attribute that the model did not have is kept with the value None: it may come.
+    watched_attributes: tuple[WatchedAttribute, ...]
+    behind_head: tuple[TensorBehindHead, ...]
+
+    def is_outdated(self) -> bool:
+        """Whether a value behind the head is another one, of a checkpoint for example, so that the
+        model has to be verified again. Compiled code cannot tell."""
+        if torch.compiler.is_compiling():
+            return False
+        return any(tensor.has_another_value() for tensor in self.behind_head)
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError where a scale, a cap or the loss function is another one, or a
+        parameter is trained that was not."""
+        for attribute in self.watched_attributes:
+            value_now = attribute.value_now()
+            if value_now is not attribute.value and value_now != attribute.value:
+                raise ValueError(
+                    f"{attribute.name} was {attribute.value} when patch_model verified the model "
+                    f"and is {value_now} now: call patch_model again"
+                )
+        for tensor in self.behind_head:
+            if tensor.is_trained():
+                raise ValueError(
+                    f"{tensor.name} is trained now and was not when patch_model verified the "
+                    "model: call patch_model again, which tells whether it would get its gradient"
+                )
+
+
+def verify(
+    fused: FusedForward,
+    settings: LossSettings,
+    *,
+    with_auxiliary_loss: bool = False,
+    in_forward: bool = False,
+) -> VerifiedLoss:
+    """Verify that the model's fused forward computes upstream's loss where it does not smooth.
+
+    `with_auxiliary_loss`: ask a mixture of experts for its auxiliary loss, whatever its
+    configuration says. `in_forward`: this is called in the model's own forward, where ZeRO-3 and
+    FSDP2 gather what a module needs.
+    Restores random states, modes and hooks, and leaves no gradients. Raises ValueError where the
+    losses differ, and CannotRun where the model cannot run as it is."""
+    causal = fused.causal
+    if any(parameter.is_meta for parameter in causal.parameters()):
+        raise CannotRun("its parameters are on the meta device")
+    library = partitioned_by(causal)
+    if library is not None and not in_forward:
+        raise CannotRun(f"{library} holds a part of each parameter on each rank")
+    with undisturbed(causal):
+        inputs = probe_inputs(fused, with_auxiliary_loss=with_auxiliary_loss)
+        try:
+            logit_map, output_class = _verified_runs(fused, settings, inputs)
+        except CannotRun:
+            with plain_attention(causal):
+                logit_map, output_class = _verified_runs(fused, settings, inputs)
+    return VerifiedLoss(
+        logit_map,
+        output_class,
+        has_auxiliary_loss=with_auxiliary_loss or wants_auxiliary_loss(causal, inputs),
+        watched_attributes=watched_attributes(causal, logit_map),
+        behind_head=_tensors_behind_head(causal, fused.head, are_whole=library is None),
+    )
+
+
+def _verified_runs(
+    fused: FusedForward, settings: LossSettings, inputs: dict[str, Any]
+) -> tuple[LogitMap, OutputClass]:
+    """The four runs, and what must hold of them."""
+    try:
+        ramped = run_upstream(fused, inputs, with_ramp=True)
+        with outside_decoder_in_training(fused.causal):
+            training = run_upstream(fused, inputs, with_ramp=True)
+        plain = run_upstream(fused, inputs, with_ramp=False)
+    except Exception as error:
+        raise CannotRun(
+            f"its forward on {ROWS} × {TOKENS} tokens raises {_described(error)}"
+        ) from error
+    _check_hidden(fused, plain)
+    _check_returns(fused, ramped)
+    _check_behind_head(fused, ramped)
+    logit_map = _find_logit_map(fused, settings, ramped)
+    output_class = OutputClass.of(plain.outputs)
+    try:
+        patched = run_patched(fused, logit_map, inputs, output_class)
+    except Exception as error:
+        raise _refusal(
+            fused,
+            f"its decoder and head do not run apart from its forward ({_described(error)})",
+            None,
+            "train it with its own loss",
+        ) from error
+    _check_loss_of_logits(fused, ramped, patched, inputs["labels"])
+    _check_patched_loss(fused, plain, patched)
+    _check_training(fused, ramped, training)
+    return logit_map, output_class
+
+
+def _described(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _tensors_behind_head(
+    causal: CausalModel, head: nn.Linear, *, are_whole: bool
+) -> tuple[TensorBehindHead, ...]:
+    """The frozen ones. Values are followed of tensors that are whole, and not large: a bias of the
+    logits is, a second tower's weights are not."""
+    inside = {*decoder_of(causal).modules(), *head.modules()}
+    tensors = []
+    for module_name, module in causal.named_modules():
+        if module in inside:
+            continue
+        named_tensors = [
+            *module.named_parameters(module_name, recurse=False),
+            *module.named_buffers(module_name, recurse=False),
+        ]
+        for name, tensor in named_tensors:
+            if tensor.requires_grad:
+                continue
+            is_followed = are_whole and tensor.numel() <= MOST_FOLLOWED
+            tensors.append(
+                TensorBehindHead(
+                    name=name,
+                    module=module,
+                    attribute=name.rpartition(".")[2],
+                    version=_version(tensor),
+                    value=tensor.detach().clone() if is_followed else None,
+                )
+            )
+    return tuple(tensors)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often torch has seen the tensor written to; it does not count for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _check_returns(fused: FusedForward, run: UpstreamRun) -> None:
+    """The forward returns a loss, and logits as many as its head made."""
+    name = fused.head_name
+    if run.ramp is None or run.logits is None or run.loss is None:
+        raise _refusal(
+            fused,
+            f"its forward does not return a loss and logits of {name}'s output",
+            None,
+            "train it with its own loss",
+        )
+    if run.logits.shape != run.ramp.shape or run.logits.dim() != 3:
+        raise _refusal(
+            fused,
+            f"its logits are {tuple(run.logits.shape)} where {name} gives {tuple(run.ramp.shape)}",
+            None,
+            "train it with its own loss",
+        )
+
+
+def _check_behind_head(fused: FusedForward, run: UpstreamRun) -> None:
+    """No parameter is trained whose gradient a patched model would not make."""
+    if run.used_behind_head:
+        raise _refusal(
+            fused,
+            f"{', '.join(run.used_behind_head)}, which would get no gradient, changes its logits "
+            "or its loss",
+            None,
+            "train it with its own loss, or without a gradient of this",
+        )
+
+
+def _find_logit_map(fused: FusedForward, settings: LossSettings, run: UpstreamRun) -> LogitMap:
+    """The map that the model applies to the ramp, of those that its configuration may mean.
+
+    Raises ValueError where it is none of them, with the one that it seems to be."""
+    assert run.ramp is not None  # _check_returns has seen it
+    given = LogitMap(settings.options.logit_scale, settings.options.softcap)
+    numbers = numbers_by_name(fused.causal)
+    maps = candidates(numbers, given, settings.given_logit_map)
+    epsilon = torch.finfo(run.logits.dtype).eps
+    precision = max(TOLERANCE, 4 * epsilon)
+    differences = {}
+    for logit_map in maps:
+        expected = logit_map(run.ramp)
+        differences[logit_map] = (run.logits.double() - expected).abs().max().item()
+    # The nearest, since the rounding of 16-bit logits would hide a scale of 1.02; of those that
+    # are equally near it is the plainest.
+    nearest = min(differences, key=lambda logit_map: differences[logit_map])
+    expected = nearest(run.ramp)
+    # Rounding may move any one logit far, and hardly all of them together.
+    is_near = differences[nearest] <= precision * expected.abs().max().item()
+    if is_near and abs(slope(expected, run.logits) - 1) <= max(TOLERANCE, epsilon):
+        return nearest
+    fit = fitted(run.ramp, run.logits, precision)
+    expected = fit(run.ramp)
+    if (run.logits.double() - expected).abs().max() <= 10 * precision * expected.abs().max():
+        advice = f"pass {fit}, which describe it, where they are constants of the model"
+    else:
+        advice = "no scale and cap describe it: train it with its own loss"
+    raise _refusal(
+        fused,
+        f"{nearest} do not turn {fused.head_name}'s output into its logits",
+        differences[nearest],
+        advice,
+    )
+
+
+def _check_hidden(fused: FusedForward, run: UpstreamRun, when: str = "") -> None:
+    """The decoder's result is what the head takes, bit for bit.
+
+    `when`, which a refusal says, is the mode if that matters."""
+    name = fused.head_name
+    if len(run.hidden) != 1 or len(run.head_inputs) != 1:
+        raise _refusal(
+            fused,
+            f"{when}its forward calls the decoder {len(run.hidden)} times and {name} "
+            f"{len(run.head_inputs)} times, not once each",
+            None,
+            "train it with its own loss",
+        )
+    hidden = run.hidden[0]
+    head_input = run.head_inputs[0]
+    if not head_input.isfinite().all():
+        raise CannotRun("its hidden states are not finite")
+    if hidden.shape != head_input.shape or not torch.equal(hidden, head_input):
+        difference = None
+        if hidden.shape == head_input.shape:
+            difference = (hidden.double() - head_input.double()).abs().max().item()
+        raise _refusal(
+            fused,
+            f"{when}its decoder's last_hidden_state is not {name}'s input",
+            difference,
+            "train it with its own loss",
+        )
+
+
+def _check_loss_of_logits(
+    fused: FusedForward, run: UpstreamRun, patched: Any, labels: Tensor
+) -> None:
+    """The model's loss is cross-entropy of the next tokens, and an auxiliary loss that is ours."""
+    expected = F.cross_entropy(
+        run.logits[:, :-1].double().flatten(0, 1).cpu(),
+        labels[:, 1:].flatten().cpu(),
+        ignore_index=IGNORED,
+    )
+    if getattr(patched, "aux_loss", None) is not None:
+        expected = expected + weighted_auxiliary_loss(fused.causal, patched.aux_loss).cpu()
+    difference = abs(run.loss.item() - expected.item())
+    if not difference <= 10 * TOLERANCE * expected.abs().item():
+        raise _refusal(
+            fused,
+            "its loss is not the mean cross-entropy of its logits and the next tokens",
+            difference,
+            "train it with its own loss",
+        )
+
+
+def _check_patched_loss(fused: FusedForward, plain: UpstreamRun, patched: Any) -> None:
+    """The patched loss is upstream's, up to the rounding of upstream's logits.
+
+    They were rounded by the head, even where a forward makes fp32 of them afterwards."""
+    dtype = plain.head_dtype
+    assert dtype is not None  # the head has run
+    if dtype in (torch.float32, torch.float64):
+        precision = 2e-5 if plain.logits.device.type == "cpu" else 2e-3  # a GPU may use TF32
+    else:
+        precision = 4 * torch.finfo(dtype).eps
+    difference = abs(plain.loss.item() - patched.loss.item())
+    if not difference <= precision * (1 + abs(plain.loss.item())):
+        raise _refusal(
+            fused,
+            "its loss is not the patched one without smoothing",
+            difference,
+            "train it with its own loss",
+        )
+
+
+def _check_training(fused: FusedForward, ramped: UpstreamRun, training: UpstreamRun) -> None:
+    """Nothing between the decoder and the loss acts in training mode alone."""
+    _check_hidden(fused, training, "in training mode ")
+    same_logits = (
+        training.logits is not None
+        and training.logits.shape == ramped.logits.shape
+        and torch.equal(training.logits, ramped.logits)
+    )
+    if not same_logits:
+        raise _refusal(
+            fused,
+            f"its logits of {fused.head_name}'s output are others in training mode",
+            None,
+            "train it with its own loss",
+        )
+    loss = ramped.loss.item()
+    difference = abs(training.loss.item() - loss)
+    if not difference <= 10 * TOLERANCE * abs(loss):
+        raise _refusal(
+            fused,
+            "its loss of the same logits is another one in training mode",
+            difference,
+            "train it with its own loss",
+        )
+
+
+def _refusal(fused: FusedForward, reason: str, difference: float | None, advice: str) -> ValueError:
+    causal = fused.causal
+    numbers = numbers_by_name(causal)
+    if numbers:
+        read = ", ".join(f"{name}={value:g}" for name, value in numbers.items())
+    else:
+        read = "neither a scale nor a cap"
+    largest = "" if difference is None else f", the largest difference being {difference:.3g}"
+    return ValueError(
+        f"patch_model refuses {type(causal).__name__}: {reason}{largest} (read from it: {read}); "
+        f"{advice}"
+    )
