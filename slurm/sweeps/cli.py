@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from sweeps.runs.grid import SweepPlan
     from sweeps.runs.run import Run
 
+# The folder above slurm/ in a checkout, where paths inside sweep files begin. This package may lie
+# elsewhere, installed or as the snapshot that a job runs: then there is no slurm/, and paths begin
+# where the command is typed.
 PROJECT = Path(__file__).resolve().parents[2]
 RUN_PATIENCE = 30  # seconds to wait for another process that trains or scores the same run
 
@@ -43,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     status = add(
         "status", _status, "every run of a sweep: to do, what it is doing, done, or why it died"
     )
-    cancel = add("cancel", _cancel, "scancel its jobs; running trainers save first")
+    cancel = add("cancel", _cancel, "scancel its jobs on Slurm; running trainers save first")
     collect = add("collect", _collect, "make the tables; exit 1 while there are gaps")
     prefetch = add("prefetch", _prefetch, "fetch models and data, where there is internet")
     for command in (launch, status, cancel, collect, prefetch):
@@ -82,7 +85,12 @@ def _add_sweep(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 something failed, 2 bad input."""
+    """Run one command; returns the exit code.
+
+    0: done. 1: something failed, or is missing in the tables. 2: an error with its reason on
+    stderr, of the input or of a run that cannot go on: a loss that is not a number, another process
+    at the same run. 75: saved, because somebody asked. 130 and 143: ended by Ctrl-C or TERM.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may have no β
     parsed = _parse(arguments)
@@ -242,8 +250,10 @@ def _status(parsed: argparse.Namespace) -> None:
 def _cancel(parsed: argparse.Namespace) -> None:
     from sweeps.launch import slurm
 
-    cancelled = slurm.cancel(_plan_to_look_at(parsed).folder)
-    print(f"cancelled: {', '.join(cancelled) or 'no job'}")
+    plan = _plan_to_look_at(parsed)
+    cancelled = slurm.cancel(plan)
+    print(f"cancelled: {', '.join(cancelled) or 'no job'}", flush=True)
+    slurm.refuse_a_launch_here(plan)  # it goes on, which only a message can say
 
 
 def _collect(parsed: argparse.Namespace) -> int:
@@ -281,8 +291,8 @@ def _keys(parsed: argparse.Namespace) -> None:
 def _train(parsed: argparse.Namespace) -> None:
     """Train a run; score one that is trained already.
 
-    It may have become that since this program was started: it waits for another process that trains
-    the run, and what that one has left to do is done here.
+    This process may have waited for another one that held the run's lock. If that one has trained
+    the run meanwhile and has not scored it, this one scores it.
     """
     from sweeps.runs.backend import load_backend
     from sweeps.runs.run import Run

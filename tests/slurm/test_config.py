@@ -175,6 +175,12 @@ def test_a_warning_while_a_job_runs_is_taken(tmp_path, time):
         ("--dependency=singleton", "wait for each other"),
         ("--wait", "would not return"),
         ("--test-only", "--dry-run"),
+        ("--nodes=2", "world.nodes"),
+        ("--ntasks=2", "world.processes_per_node"),
+        ("--ntasks-per-node=2", "world.processes_per_node"),
+        ("--ntasks-per-gpu=2", "world.processes_per_node"),
+        ("--tasks-per-node=2", "world.processes_per_node"),  # sbatch takes it, and does not list it
+        ("--job-name=x", "name of the sweep"),
     ],
 )
 def test_extra_options_do_not_replace_what_sweeps_needs(tmp_path, option, remedy):
@@ -191,7 +197,8 @@ def test_the_beginning_of_an_option_is_refused_with_all_that_it_may_mean(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "option", ["--exclusive", "--mail-type=FAIL", "--mem-per-cpu=2G", "--job-name=x"]
+    "option",
+    ["--exclusive", "--mail-type=FAIL", "--mem-per-cpu=2G", "--nodelist=n1", "--ntasks-per-core=1"],
 )
 def test_other_extra_options_are_taken(tmp_path, option):
     file = tmp_path / "mine.yaml"

@@ -1,6 +1,9 @@
 """What a launch does about runs of which nothing is left to train or to score."""
 
+import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from sweep_tools import command, launch, prepare
 from calibeval import records
 from sweeps.runs import scoring
 from sweeps.runs.events import EventKind
+from sweeps.runs.files import locked
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 
@@ -72,6 +76,34 @@ def test_models_go_where_a_later_launch_keeps_scores_alone(
     assert run.model.exists()  # odd, which is not the point here
     command("launch", path, "--executor", executor, "keep=scores")
     assert run.done and not run.model.exists() and file.exists()
+
+
+def test_a_cancel_says_that_it_does_not_end_a_launch_without_slurm(toy_file, profile, slurm):
+    path = toy_file(grid={}, cluster=profile())
+    run = prepare(path)
+    with locked(plan_sweep(path, []).lock, 1, "busy"):
+        done = command("cancel", path)
+    assert done.returncode == 2 and done.stdout == "cancelled: no job\n"
+    words = f"{run.path.parent}: a launch without Slurm is at it; Ctrl-C there ends it"
+    assert words in done.stderr
+
+
+def test_a_launch_here_that_begins_while_one_on_slurm_waits_keeps_it_from_submitting(
+    toy_file, profile, slurm
+):
+    path = toy_file(grid={}, cluster=profile())
+    run = prepare(path)
+    jobs_folder = run.path.parent / "jobs"
+    jobs_folder.mkdir()
+    words = [sys.executable, "-m", "sweeps", "launch", str(path), "--executor", "slurm"]
+    with contextlib.ExitStack() as launch_here:
+        with locked(jobs_folder / ".lock", 1, "busy"):
+            process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+            assert "waiting: " in process.stderr.readline()
+            launch_here.enter_context(locked(plan_sweep(path, []).lock, 1, "busy"))
+        _, said = process.communicate()
+    assert process.returncode == 2 and "a launch without Slurm is at it" in said
+    assert not list(jobs_folder.glob("*/names"))
 
 
 def test_a_launch_with_nothing_to_submit_still_writes_what_it_asks_for(toy_file, profile, slurm):

@@ -338,6 +338,20 @@ def test_without_slurm_a_profile_that_only_a_cluster_can_read_is_not_needed(toy_
     assert "a launch would refuse nothing" in printed
 
 
+def test_without_slurm_a_wrong_key_of_the_profile_is_refused_all_the_same(toy_file, profile):
+    path = toy_file(cluster=profile(acount="mine", cache="$NOT_SET_HERE/hub"))
+    printed = launch(path, "--executor", "local", code=2)
+    assert "cluster.yaml:" in printed and "acount: unknown key" in printed
+
+
+def test_too_few_gpus_are_told_with_the_other_problems(toy_file, profile, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    path = toy_file(world={"processes_per_node": 2}, output_root="/proc/none")
+    found = preflight.problems(plan_sweep(path, []), "local")
+    assert "world.processes_per_node: 2: 1 GPU here" in found
+    assert any("cannot be written" in problem for problem in found)
+
+
 def test_what_another_download_has_left_is_no_part_of_a_model(hub_model):
     (hub_model / "snapshots" / "abc" / "model.safetensors").touch()
     (hub_model / "blobs").mkdir()

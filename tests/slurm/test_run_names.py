@@ -13,7 +13,7 @@ import yaml
 from sweeps.results.settings import settings, varied_settings
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
-from sweeps.runs.schema import decisive_values, option
+from sweeps.runs.schema import compatible_values, option
 from sweeps.training import hf_backend, open_instruct_backend
 from sweeps.training.options import LoraOptions, TrainOptions
 
@@ -106,7 +106,7 @@ def test_tables_have_a_column_for_an_option_that_was_added_later(tmp_path, tomor
 @pytest.mark.parametrize("options", [hf_backend.Train, open_instruct_backend.Train])
 def test_options_of_today_decide_runs_also_at_their_defaults(options):
     chosen = options(**TRAIN)
-    assert decisive_values(chosen) == chosen.model_dump()
+    assert compatible_values(chosen) == chosen.model_dump()
 
 
 def test_several_nodes_are_another_run_and_one_node_is_the_same(tmp_path):

@@ -38,7 +38,7 @@ def render(case: str) -> str:
     text = ""
     for job in slurm.design(plan, []):
         place = plan.folder / "jobs" / f"{job.kind.value}1"
-        text += sbatch.script(plan.sweep, cluster, job, place, code, ["7", "8"])
+        text += sbatch.script(plan.sweep, cluster, job, place, code, job.dependency(["8"], ["7"]))
     return text.replace(sys.executable, "PYTHON").replace(str(PROJECT), "/project")
 
 
@@ -97,8 +97,8 @@ def test_a_run_of_one_process_goes_on_to_score(three_seeds):
 def test_runs_of_several_processes_are_scored_apart(three_seeds):
     plan = plan_sweep(three_seeds, ["world.processes_per_node=2"])
     train, score_trained, score, _ = slurm.design(plan, [])
-    assert score_trained == Job(JobKind.SCORE, train.runs, after_training=True)
-    assert (len(train.runs), len(score.runs)) == (2, 2) and not score.after_training
+    assert score_trained == Job(JobKind.SCORE, train.runs, trained_by=0)
+    assert (len(train.runs), len(score.runs)) == (2, 2) and score.trained_by is None
 
 
 def test_what_is_queued_is_not_submitted_again(three_seeds):
@@ -117,7 +117,7 @@ def script_with(three_seeds: Path, *extra: str, **keys) -> str:
     plan = plan_sweep(three_seeds, [])
     cluster = Cluster(extra=extra, **keys)
     job = slurm.design(plan, [])[0]
-    return sbatch.script(plan.sweep, cluster, job, Path("/s/jobs/tag"), Path("/c"), [])
+    return sbatch.script(plan.sweep, cluster, job, Path("/s/jobs/tag"), Path("/c"), "")
 
 
 def test_an_extra_option_stands_alone_and_holds_for_srun_too(three_seeds):
@@ -156,7 +156,7 @@ def scripts_on_two_nodes(three_seeds: Path, **keys) -> list[str]:
     """The scripts of the jobs of a sweep whose runs have two nodes, under a profile of keys."""
     plan = plan_sweep(three_seeds, list(TWO_NODES))
     return [
-        sbatch.script(plan.sweep, Cluster(**keys), job, Path("/s/jobs/tag"), Path("/c"), ["7", "8"])
+        sbatch.script(plan.sweep, Cluster(**keys), job, Path("/s/jobs/tag"), Path("/c"), "")
         for job in slurm.design(plan, [])
     ]
 
@@ -208,14 +208,15 @@ def test_arrays_that_are_too_large_are_split(nine, overrides, limit, expected):
     """Each job with the number of its runs, and for which jobs it waits, counted from 1."""
     plan = plan_sweep(nine, overrides)
     shown = []
-    earlier: list[str] = []
+    submitted: list[str] = []
     for job in slurm.design(plan, [], limit):
-        asked = sbatch.parameters(plan.sweep, Cluster(), job, Path("jobs/tag"), earlier)
+        dependency = job.dependency(submitted)
+        asked = sbatch.parameters(plan.sweep, Cluster(), job, Path("jobs/tag"), dependency)
         words = [job.kind.value, str(len(job.runs))]
         if job.kind is not JobKind.COLLECT:  # which waits for all
             words += filter(None, [asked["additional_parameters"].get("dependency")])
         shown.append(" ".join(words))
-        earlier.append(str(len(earlier) + 1))
+        submitted.append(str(len(submitted) + 1))
     assert shown == expected
 
 

@@ -189,13 +189,16 @@ def test_what_sbatch_took_runs_once_though_its_answer_was_lost(
 
 
 def test_of_launches_at_once_one_queues(cluster, profile, toy_file, tmp_path):
-    """While all nodes are drained, too, and whatever name a profile gives them."""
+    """While all nodes are drained, too, and whatever name the shell gives them."""
     nodes = ["scontrol", "update", "NodeName=n1,n2", "Reason=maintenance"]
     subprocess.run([*nodes, "State=DRAIN"], check=True)
-    named = profile(extra=["--job-name=mine"])
+    named = profile(pass_environment=["OMP_NUM_THREADS", "PYTHONPATH", "SBATCH_JOB_NAME"])
     path = toy_file(grid={"seed": [1, 2, 3]}, train={"steps": 5}, cluster=named)
     call = [sys.executable, "-m", "sweeps", "launch", str(path), "--executor", "slurm"]
-    started = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    shell = {**os.environ, "SBATCH_JOB_NAME": "mine"}
+    started = [
+        subprocess.Popen(call, stdout=subprocess.PIPE, text=True, env=shell) for _ in range(3)
+    ]
     said = [process.communicate()[0] for process in started]
     shown = command("status", path).stdout
     subprocess.run([*nodes, "State=RESUME"], check=True)

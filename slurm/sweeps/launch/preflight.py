@@ -51,7 +51,10 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
         problem = local.too_many_nodes(plan.sweep)
         if problem is not None:
             found.append(problem)
-        local.workers(plan.sweep)
+        try:
+            local.workers(plan.sweep)
+        except InputError as error:  # there are too few GPUs
+            found.append(str(error))
     else:
         found.extend(_several_nodes(plan, cluster))
         found.extend(_unreadable_path(plan))
@@ -62,11 +65,15 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
 def _use_cache_of_profile(plan: SweepPlan) -> None:
     """Without Slurm: look for hub files where `prefetch` of this sweep puts them.
 
-    Nothing else of the profile matters here. One that is not there, or whose cache only the cluster
-    can name, cannot have been prefetched with; the shell's own cache is used.
+    Nothing else of the profile matters here. If it is not there, or only the cluster can name its
+    cache, `prefetch` cannot have used it either, and the shell's own cache is looked into. A
+    profile that has a wrong key is refused all the same.
     """
-    with contextlib.suppress(InputError):
-        assets.use_cache(load_cluster(plan.sweep.cluster))
+    if plan.sweep.cluster is None or not Path(plan.sweep.cluster).exists():
+        return
+    cluster = load_cluster(plan.sweep.cluster)
+    with contextlib.suppress(InputError):  # a variable in `cache` is not set here
+        assets.use_cache(cluster)
 
 
 def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
@@ -196,7 +203,7 @@ def _inputs(plan: SweepPlan) -> list[str]:
     if unfetched:
         command = f"where there is internet: {cli_command('prefetch', *plan.typed)}"
         return [*(f"not fetched: {name}" for name in unfetched), *_who_makes(plan), command]
-    unreadable = list(_distributed_files(plan))
+    unreadable = list(_files_of_world(plan))
     if unreadable:
         return unreadable
     unreadable, from_backend = _needs_of_training(plan)
@@ -229,7 +236,7 @@ def _needs_of_training(plan: SweepPlan) -> tuple[list[str], list[str]]:
     return unreadable, from_backend
 
 
-def _distributed_files(plan: SweepPlan) -> Iterator[str]:
+def _files_of_world(plan: SweepPlan) -> Iterator[str]:
     """The first of the files of `world:` that cannot be read."""
     for key in ("deepspeed", "fsdp"):
         try:
@@ -294,6 +301,6 @@ def _records(plan: SweepPlan) -> Iterator[str]:
             conflict = scoring.conflict(run, task)
             if conflict is not None:
                 yield conflict
-        is_baseline = run.config().backend is None
+        is_baseline = run.config().is_baseline
         if tasks and run.done and not is_baseline and not run.model.is_dir():
             yield f"{run.path}: its model is gone: to score it, delete the folder"

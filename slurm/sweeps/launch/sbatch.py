@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,7 +32,11 @@ COLLECT_MEMORY = "4G"  # is enough for tables over hundreds of record files
 
 
 class JobKind(Enum):
-    """What a job does; the value is part of its name."""
+    """What a job does; the value is part of its name.
+
+    An array that trains also scores, if its runs have one process each. An array that scores has
+    the runs that are scored apart: see `slurm.design`.
+    """
 
     TRAIN = "train"
     SCORE = "score"
@@ -40,17 +45,25 @@ class JobKind(Enum):
 
 @dataclass(frozen=True)
 class Job:
-    """One call of sbatch: what the job does, and for which runs.
+    """One call of sbatch: what the job does, for which runs, and for which other jobs it waits.
 
-    A job that trains or scores is an array with an element for each run. Both ways to wait count on
-    the order of `slurm.design`, in which jobs are submitted.
+    A job that trains or scores is an array with an element for each run. Other jobs are named by
+    their positions in the list of `slurm.design`, in the order of which they are submitted. Four
+    runs of several processes, two in an array, under a throttle:
+
+        0  trains A and B
+        1  scores A and B   trained_by=0
+        2  trains C and D                 after_array=0
+        3  scores C and D   trained_by=2  after_array=1
+        4  makes the tables, after all others
     """
 
     kind: JobKind
     runs: tuple[str, ...] = ()
-    after_training: bool = False  # each element waits for the same one of the array just before
-    # How many jobs before this one stands the array that must end first; 0: it waits for none.
-    jobs_since_awaited_array: int = 0
+    # The array that trains the same runs: each element waits for the one of its own run there.
+    trained_by: int | None = None
+    # The array that must end before this one begins: a throttle counts within one array only.
+    after_array: int | None = None
 
     def describe(self) -> str:
         """What the job does, in words."""
@@ -58,6 +71,21 @@ class Job:
             return "makes the tables"
         verb = "trains" if self.kind is JobKind.TRAIN else "scores"
         return f"{verb} {counted(len(self.runs), 'run')}"
+
+    def dependency(self, submitted: Sequence[str], queued_before: Sequence[str] = ()) -> str:
+        """For which jobs it waits, as the value of sbatch's --dependency; "" if for none.
+
+        `submitted` are the ids of the launch's own jobs, by their positions. `queued_before` are
+        those of arrays that earlier launches have queued: tables are made after them, too.
+        """
+        if self.kind is JobKind.COLLECT:
+            return ",".join(f"afterany:{job_id}" for job_id in (*queued_before, *submitted))
+        conditions = []
+        if self.trained_by is not None:
+            conditions.append(f"aftercorr:{submitted[self.trained_by]}")
+        if self.after_array is not None:
+            conditions.append(f"afterany:{submitted[self.after_array]}")
+        return ",".join(conditions)
 
 
 def exported(sweep: Sweep, cluster: Cluster) -> list[str]:
@@ -71,11 +99,11 @@ def job_name(sweep: Sweep, job: Job, job_folder: Path) -> str:
 
 
 def parameters(
-    sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path, earlier: list[str]
+    sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path, dependency: str
 ) -> dict[str, Any]:
     """The job's parameters, under submitit's names, as far as they have a value.
 
-    `job_folder` is the job's folder, `earlier` are the ids of the jobs submitted before it.
+    `job_folder` is the job's folder, `dependency` what `Job.dependency` says of it.
     """
     nodes = _nodes(sweep, job)
     memory = cluster.memory_per_node
@@ -107,12 +135,13 @@ def parameters(
         "mem": memory,
         "signal_delay_s": cluster.signal_seconds,
         "stderr_to_stdout": True,
-        "additional_parameters": _additional_parameters(sweep, cluster, job, earlier),
+        "additional_parameters": _additional_parameters(sweep, cluster, job, dependency),
     }
     if nodes > 1:
-        # The element is then the batch job itself, on the first node. What it starts by srun has
-        # all CPUs and GPUs, and a preemption's TERM reaches it on each node. In an srun of its own
-        # the element's srun would hear TERM too, and kill what it has started.
+        # The element is then the batch job itself, on the first node, and starts the run's program
+        # on each node by an srun of its own. That srun has all CPUs and GPUs of the job, and passes
+        # on a preemption's TERM. If the element were itself started by an srun, as elsewhere, that
+        # outer srun would hear TERM as well, and would kill the element and what it has started.
         values["use_srun"] = False
     elif job.kind is not JobKind.COLLECT:
         # Since Slurm 22.05, srun does not take the number of CPUs from its job.
@@ -144,26 +173,22 @@ def _gpus(cluster: Cluster, processes: int) -> str | int | None:
 
 
 def _additional_parameters(
-    sweep: Sweep, cluster: Cluster, job: Job, earlier: list[str]
+    sweep: Sweep, cluster: Cluster, job: Job, dependency: str
 ) -> dict[str, Any]:
-    """The options of sbatch that submitit has no parameter for."""
+    """The options of sbatch that submitit has no parameter for.
+
+    An option without a value must be left out: submitit would write None behind it.
+    """
     # The list replaces sbatch's default, ALL: the submitting shell's tokens must not travel.
     options: dict[str, Any] = {"export": ",".join(exported(sweep, cluster)), "requeue": True}
     if _nodes(sweep, job) > 1:  # by itself Slurm warns what a job has started, and not the job
         options["signal"] = f"B:USR2@{cluster.signal_seconds}"
     options.update(cluster.extra_options())
-    dependencies = []
-    if job.after_training:
-        array_that_trains = earlier[-1]
-        dependencies.append(f"aftercorr:{array_that_trains}")
+    if job.trained_by is not None:
         # An element whose training failed must not wait for ever.
         options["kill-on-invalid-dep"] = "yes"
-    if job.jobs_since_awaited_array:
-        dependencies.append(f"afterany:{earlier[-job.jobs_since_awaited_array]}")
-    if job.kind is JobKind.COLLECT:
-        dependencies = [f"afterany:{job_id}" for job_id in earlier]
-    if dependencies:
-        options["dependency"] = ",".join(dependencies)
+    if dependency:
+        options["dependency"] = dependency
     return options
 
 
@@ -173,12 +198,12 @@ def script(
     job: Job,
     job_folder: Path,
     code_folder: Path,
-    earlier: list[str],
+    dependency: str,
 ) -> str:
     """The script of a job.
 
-    Its files are in `job_folder`, and it runs the packages in `code_folder`. `earlier` are the ids
-    of the jobs submitted before it, for which it may wait.
+    Its files are in `job_folder`, and it runs the packages in `code_folder`. `dependency` is what
+    `Job.dependency` says of it.
     """
     python = cluster.python
     if python == "auto":
@@ -193,13 +218,14 @@ def script(
         if _nodes(sweep, job) > 1:
             command = f"exec {command}"  # signals reach the batch job's own process alone
     return script_text(
-        command, job_folder, lines, parameters(sweep, cluster, job, job_folder, earlier)
+        command, job_folder, lines, parameters(sweep, cluster, job, job_folder, dependency)
     )
 
 
 def setup(cluster: Cluster, code_folder: Path) -> list[str]:
     """The shell lines of a job before its command."""
     lines = [
+        # "The list above" is, in the script, that of its line with --export.
         "unset SLURM_EXPORT_ENV  # srun hands on what this job has, which is the list above",
         f"cd {shlex.quote(os.getcwd())} || exit 1",
     ]

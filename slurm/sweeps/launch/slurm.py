@@ -22,7 +22,7 @@ import secrets
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import IO
@@ -51,16 +51,18 @@ SBATCH_PATIENCE = 600  # seconds after which it is ended; by itself it gives up 
 QOS_LIMIT = "format=name,maxsubmitjobsperuser"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Submission:
-    """What a launch has queued, and what else there is to say of its runs."""
+    """What a launch has queued, and what else there is to say of the runs that it asks for."""
 
-    jobs: dict[str, Job] = field(default_factory=dict)  # the new jobs, by their ids
-    queued: list[LiveJob] = field(default_factory=list)  # runs of earlier launches
-    stopping: list[LiveJob] = field(default_factory=list)  # runs left out: they still save
-    outdated: list[LiveJob] = field(default_factory=list)  # those pending with another profile
-    differences: list[str] = field(default_factory=list)  # of that profile: `key: value, now value`
-    collect_refusal: str = ""  # why sbatch did not take the job that makes the tables
+    jobs: dict[str, Job]  # the new jobs, by their ids
+    collect_refusal: str  # why sbatch did not take the job that makes the tables; "" if it did
+    # Elements of earlier launches that work on these runs:
+    already_there: list[LiveJob]  # queued or running
+    stopping: list[LiveJob]  # told to end, and still saving: their runs are left out
+    # Those of `already_there` that are pending, and were queued with another profile.
+    with_other_profile: list[LiveJob]
+    profile_differences: list[str]  # of that profile from this launch's: `key: value, now value`
 
     def describe_present(self, plan: SweepPlan) -> str:
         """How many runs are there already: `3 done, 2 queued or running`."""
@@ -68,8 +70,8 @@ class Submission:
         counts = []
         if done:
             counts.append(f"{done} done")
-        if self.queued:
-            counts.append(f"{len(self.queued)} queued or running")
+        if self.already_there:
+            counts.append(f"{len(self.already_there)} queued or running")
         return ", ".join(counts)
 
     def problems(self, plan: SweepPlan) -> list[str]:
@@ -88,28 +90,28 @@ class Submission:
 
     def notes(self, plan: SweepPlan) -> list[str]:
         """What the user may not expect, one sentence for each."""
-        if not self.outdated:
+        if not self.with_other_profile:
             return []
-        verb = "is" if len(self.outdated) == 1 else "are"
-        runs = f"{counted(len(self.outdated), 'run')} {verb}"
+        verb = "is" if len(self.with_other_profile) == 1 else "are"
+        runs = f"{counted(len(self.with_other_profile), 'run')} {verb}"
         cancel = cli_command("cancel", plan.folder)
-        differences = "; ".join(self.differences)
+        differences = "; ".join(self.profile_differences)
         return [
             f"{runs} queued with another profile ({differences}). For this one: {cancel}, "
             "then launch again"
         ]
 
 
-def design(plan: SweepPlan, busy: list[LiveJob], array_limit: int | None = None) -> list[Job]:
+def design(plan: SweepPlan, live: list[LiveJob], array_limit: int | None = None) -> list[Job]:
     """The jobs to submit, in the order of submission; none if all is done or queued.
 
-    `busy` are the jobs that are queued or running. A run of one process trains and scores in one
+    `live` are the jobs that are queued or running. A run of one process trains and scores in one
     element. Of a run of several processes, scoring has an array of its own, whose elements have the
     CPUs and GPUs of one process and all the memory, and wait for those that train.
     No array has more elements than `array_limit`.
     """
-    queued_runs = {job.run for job in busy if job.run is not None}
-    collects = any(job.run is None and not job.stopping for job in busy)
+    queued_runs = {job.run for job in live if job.run is not None}
+    collects = any(job.run is None and not job.stopping for job in live)
     to_train = []
     to_score = []
     for run in plan.baselines_and_runs:
@@ -121,7 +123,7 @@ def design(plan: SweepPlan, busy: list[LiveJob], array_limit: int | None = None)
         elif stage == SCORE:
             to_score.append(run.name)
     jobs = _train_arrays(plan.sweep, to_train, array_limit)
-    jobs += _score_arrays(plan.sweep, to_score, array_limit)
+    jobs += _score_arrays(plan.sweep, to_score, array_limit, first_position=len(jobs))
     if jobs or (queued_runs and not collects):
         jobs.append(Job(JobKind.COLLECT))
     return jobs
@@ -130,25 +132,30 @@ def design(plan: SweepPlan, busy: list[LiveJob], array_limit: int | None = None)
 def _train_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> list[Job]:
     """The arrays that train these runs, and behind each of them the one that scores apart."""
     scored_apart = sweep.score is not None and not sweep.world.single_process
-    jobs = []
-    for number, part in enumerate(_parts(names, array_limit)):
-        distance = 0
-        if number > 0 and sweep.throttle is not None:  # it holds within an array only
-            distance = 2 if scored_apart else 1
-        jobs.append(Job(JobKind.TRAIN, part, jobs_since_awaited_array=distance))
+    jobs: list[Job] = []
+    trainer_before = None  # the positions of the arrays before, where the next ones wait for them
+    scorer_before = None
+    for part in _parts(names, array_limit):
+        trainer = len(jobs)
+        jobs.append(Job(JobKind.TRAIN, part, after_array=trainer_before))
         if scored_apart:
-            jobs.append(
-                Job(JobKind.SCORE, part, after_training=True, jobs_since_awaited_array=distance)
-            )
+            jobs.append(Job(JobKind.SCORE, part, trained_by=trainer, after_array=scorer_before))
+        if sweep.throttle is not None:
+            trainer_before = trainer
+            scorer_before = trainer + 1
     return jobs
 
 
-def _score_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> list[Job]:
+def _score_arrays(
+    sweep: Sweep, names: list[str], array_limit: int | None, first_position: int
+) -> list[Job]:
     """The arrays that score runs which are trained already."""
     jobs = []
+    scorer_before = None
     for number, part in enumerate(_parts(names, array_limit)):
-        distance = 1 if number > 0 and sweep.throttle is not None else 0
-        jobs.append(Job(JobKind.SCORE, part, jobs_since_awaited_array=distance))
+        jobs.append(Job(JobKind.SCORE, part, after_array=scorer_before))
+        if sweep.throttle is not None:
+            scorer_before = first_position + number
     return jobs
 
 
@@ -164,8 +171,8 @@ def planned_jobs(plan: SweepPlan) -> str:
     lines = []
     for number, job in enumerate(design(plan, [], largest_array())):
         job_folder = plan.folder / "jobs" / f"TAG{number}"
-        earlier = [f"JOB{other}" for other in range(number)]
-        asked = parameters(plan.sweep, cluster, job, job_folder, earlier)
+        dependency = job.dependency([f"JOB{other}" for other in range(number)])
+        asked = parameters(plan.sweep, cluster, job, job_folder, dependency)
         shown = dict(asked["additional_parameters"])
         for name, value in asked.items():
             shown[name.replace("_", "-")] = value
@@ -184,29 +191,25 @@ def planned_scripts(plan: SweepPlan) -> str:
     folder = plan.folder.absolute()
     code_folder = folder / "code" / "HASH"
     text = ""
-    earlier: list[str] = []
     for number, job in enumerate(design(plan, [], largest_array())):
         job_folder = folder / "jobs" / f"TAG{number}"
+        dependency = job.dependency([f"JOB{other}" for other in range(number)])
         text += f"### {_title(job, number)}\n"
-        text += script(plan.sweep, cluster, job, job_folder, code_folder, earlier)
-        earlier.append(f"JOB{number}")
+        text += script(plan.sweep, cluster, job, job_folder, code_folder, dependency)
     return text
 
 
 def _title(job: Job, number: int) -> str:
     """What the planned job of this number does, and after which others."""
-    earlier = []
     if job.kind is JobKind.COLLECT:
-        earlier = list(range(number))
-    if job.jobs_since_awaited_array:
-        earlier.append(number - job.jobs_since_awaited_array)
-    if job.after_training:
-        earlier.append(number - 1)
+        awaited = list(range(number))
+    else:
+        awaited = [other for other in (job.after_array, job.trained_by) if other is not None]
     title = f"JOB{number} {job.describe()}"
-    if len(earlier) > 2:
-        title += f", after JOB{earlier[0]} to JOB{earlier[-1]}"
-    elif earlier:
-        title += f", after {' and '.join(f'JOB{other}' for other in earlier)}"
+    if len(awaited) > 2:
+        title += f", after JOB{awaited[0]} to JOB{awaited[-1]}"
+    elif awaited:
+        title += f", after {' and '.join(f'JOB{other}' for other in awaited)}"
     return title
 
 
@@ -217,74 +220,87 @@ def submit(plan: SweepPlan) -> Submission:
     and is not taken costs no run. Raises InputError if sbatch refuses an array, or somebody else is
     launching the sweep.
     """
-    if is_locked(plan.lock):
-        raise InputError(f"{plan.folder}: a launch without Slurm is at it; Ctrl-C there ends it")
     cluster = load_cluster(plan.sweep.cluster)
     jobs_folder = plan.folder / "jobs"
     jobs_folder.mkdir(parents=True, exist_ok=True)
     busy_message = f"{jobs_folder}: another launch is submitting"
     with locked(jobs_folder / ".lock", SUBMIT_PATIENCE, busy_message):
-        busy = _settled_queue(plan)
-        _note_ids(jobs_folder, busy)
-        submission = Submission()
-        for job in _of_plan(plan, busy):
-            if job.stopping:
-                submission.stopping.append(job)
-            else:
-                submission.queued.append(job)
-        _compare_profiles(jobs_folder, cluster, submission)
-        jobs = design(plan, busy, largest_array())
+        refuse_a_launch_here(plan)
+        live = _settled_queue(plan)
+        _note_ids(jobs_folder, live)
+        live_of_plan = _of_plan(plan, live)
+        already_there = [job for job in live_of_plan if not job.stopping]
+        with_other_profile, differences = _compare_profiles(jobs_folder, cluster, already_there)
+        planned = design(plan, live, largest_array())
         plan.create()
-        worked_on = {job.run for job in busy}
+        worked_on = {job.run for job in live}
         finish_complete(run for run in plan.baselines_and_runs if run.name not in worked_on)
-        if jobs:
-            _submit_jobs(plan, cluster, jobs, busy, submission)
-    return submission
+        jobs: dict[str, Job] = {}
+        collect_refusal = ""
+        if planned:
+            jobs, collect_refusal = _submit_jobs(plan, cluster, planned, live)
+    return Submission(
+        jobs=jobs,
+        collect_refusal=collect_refusal,
+        already_there=already_there,
+        stopping=[job for job in live_of_plan if job.stopping],
+        with_other_profile=with_other_profile,
+        profile_differences=differences,
+    )
 
 
-def _of_plan(plan: SweepPlan, busy: list[LiveJob]) -> list[LiveJob]:
-    """Those of the queued jobs that work on runs which this launch asks for."""
+def refuse_a_launch_here(plan: SweepPlan) -> None:
+    """Raise InputError while the folder's runs are trained by a launch without Slurm."""
+    if is_locked(plan.lock):
+        raise InputError(f"{plan.folder}: a launch without Slurm is at it; Ctrl-C there ends it")
+
+
+def _of_plan(plan: SweepPlan, live: list[LiveJob]) -> list[LiveJob]:
+    """Those of the live jobs that work on runs which this launch asks for."""
     names = {run.name for run in plan.baselines_and_runs}
-    return [job for job in busy if job.run in names]
+    return [job for job in live if job.run in names]
 
 
 def _settled_queue(plan: SweepPlan) -> list[LiveJob]:
-    """The folder's queued jobs, once this launch's runs that are leaving have left.
+    """The folder's live jobs, once those that are leaving this launch's runs have left.
 
     After a scancel they save, and could not be queued again. The wait is bounded.
     """
     end = time.monotonic() + STOP_PATIENCE
-    busy = live_jobs(plan.folder)
-    stopping = [job for job in _of_plan(plan, busy) if job.stopping]
+    live = live_jobs(plan.folder)
+    stopping = [job for job in _of_plan(plan, live) if job.stopping]
     if stopping:
         runs = counted(len(stopping), "run")
         message = f"waiting for {runs} to stop, at most {STOP_PATIENCE} s; Ctrl-C is safe"
         print(message, file=sys.stderr, flush=True)
     while stopping and time.monotonic() < end:
         time.sleep(STOP_PAUSE)
-        busy = live_jobs(plan.folder)
-        stopping = [job for job in _of_plan(plan, busy) if job.stopping]
-    return busy
+        live = live_jobs(plan.folder)
+        stopping = [job for job in _of_plan(plan, live) if job.stopping]
+    return live
 
 
-def _note_ids(jobs_folder: Path, busy: list[LiveJob]) -> None:
-    """Write the `id` of queued jobs whose launch did not live to write it."""
-    for job in busy:
+def _note_ids(jobs_folder: Path, live: list[LiveJob]) -> None:
+    """Write the `id` of live jobs whose launch did not live to write it."""
+    for job in live:
         file = jobs_folder / job.tag / "id"
         if not file.exists():
-            write_text(file, f"{_array(job)}\n")
+            write_text(file, f"{_array_id(job)}\n")
 
 
-def _compare_profiles(jobs_folder: Path, cluster: Cluster, submission: Submission) -> None:
-    """Note which pending runs were submitted with another profile than this launch's, and how."""
-    pending = [job for job in submission.queued if job.state == "PENDING"]
+def _compare_profiles(
+    jobs_folder: Path, cluster: Cluster, already_there: list[LiveJob]
+) -> tuple[list[LiveJob], list[str]]:
+    """The pending jobs that were submitted with another profile than this one; how that differs."""
+    pending = [job for job in already_there if job.state == "PENDING"]
+    with_other_profile: list[LiveJob] = []
+    all_differences: dict[str, None] = {}  # in order, each once
     for tag in sorted({job.tag for job in pending}):
         differences = _profile_differences(jobs_folder / tag / "profile.yaml", cluster)
         if differences:
-            submission.outdated += [job for job in pending if job.tag == tag]
-        for difference in differences:
-            if difference not in submission.differences:
-                submission.differences.append(difference)
+            with_other_profile += [job for job in pending if job.tag == tag]
+        all_differences.update(dict.fromkeys(differences))
+    return with_other_profile, list(all_differences)
 
 
 def _profile_differences(file: Path, cluster: Cluster) -> list[str]:
@@ -300,20 +316,19 @@ def _profile_differences(file: Path, cluster: Cluster) -> list[str]:
 
 
 def _submit_jobs(
-    plan: SweepPlan, cluster: Cluster, jobs: list[Job], busy: list[LiveJob], submission: Submission
-) -> None:
-    """Hand jobs to sbatch, and add each to `submission`.
+    plan: SweepPlan, cluster: Cluster, jobs: list[Job], live: list[LiveJob]
+) -> tuple[dict[str, Job], str]:
+    """Hand jobs to sbatch; returns them by their ids, and why the collect job was not taken.
 
     If sbatch refuses an array, those before it are cancelled, and all runs told why: InputError.
     """
     code_folder = snapshot(plan.folder)
-    # The collect job waits for those that an earlier launch has queued, too.
-    queued_before = sorted({_array(job) for job in busy if job.run is not None})
+    queued_before = sorted({_array_id(job) for job in live if job.run is not None})
+    submitted: dict[str, Job] = {}
     for job in jobs:
         job_folder = _new_job_folder(plan.folder / "jobs")
-        _write_job(
-            plan.sweep, cluster, job, job_folder, code_folder, [*queued_before, *submission.jobs]
-        )
+        dependency = job.dependency(list(submitted), queued_before)
+        _write_job(plan.sweep, cluster, job, job_folder, code_folder, dependency)
         for name in job.runs:
             Run(plan.folder / name).note(
                 EventKind.LAUNCHED, tag=job_folder.name, code=code_folder.name
@@ -322,21 +337,21 @@ def _submit_jobs(
             job_id = call_sbatch(plan.sweep, cluster, job, job_folder)
         except InputError as error:
             if job.kind is JobKind.COLLECT:
-                submission.collect_refusal = str(error)
-                return
-            if submission.jobs:
-                run_checked("scancel", *submission.jobs)
-            taken_back = [name for other in (*submission.jobs.values(), job) for name in other.runs]
+                return submitted, str(error)
+            if submitted:
+                run_checked("scancel", *submitted)
+            taken_back = [name for other in (*submitted.values(), job) for name in other.runs]
             for name in dict.fromkeys(taken_back):
                 Run(plan.folder / name).note(EventKind.ENDED, refused=str(error))
             profile = plan.sweep.cluster or "no --cluster"
             raise InputError(f"{profile}: {error}") from error
         write_text(job_folder / "id", f"{job_id}\n")
-        submission.jobs[job_id] = job
+        submitted[job_id] = job
+    return submitted, ""
 
 
-def _array(job: LiveJob) -> str:
-    """The id of the array that an element belongs to."""
+def _array_id(job: LiveJob) -> str:
+    """The id of the array that an element belongs to: 12 of 12_3."""
     return job.id.partition("_")[0]
 
 
@@ -353,20 +368,23 @@ def _write_job(
     job: Job,
     job_folder: Path,
     code_folder: Path,
-    earlier: list[str],
+    dependency: str,
 ) -> None:
     """Write all that a job needs into its folder, before sbatch is called."""
     write_text(job_folder / "names", "".join(f"{name}\n" for name in job.runs))
     write_text(job_folder / "profile.yaml", dump_yaml(cluster.model_dump(mode="json")))
     write_text(
-        job_folder / "script.sh", script(sweep, cluster, job, job_folder, code_folder, earlier)
+        job_folder / "script.sh", script(sweep, cluster, job, job_folder, code_folder, dependency)
     )
     if job.kind is not JobKind.COLLECT:
         write_pickle(Element(_stages(job, sweep)), job_folder)
 
 
 def _stages(job: Job, sweep: Sweep) -> tuple[str, ...]:
-    """The stages through which an element of an array brings its run."""
+    """The stages through which an element of an array brings its run.
+
+    Where a run has one process, the element that trains it goes on to score.
+    """
     if job.kind is JobKind.SCORE:
         return (SCORE,)
     if sweep.world.single_process:
@@ -381,7 +399,8 @@ def call_sbatch(sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path) -> s
     """
     # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
     seen = {name: os.environ[name] for name in exported(sweep, cluster) if name in os.environ}
-    # The name is given here once more: a profile's `extra` may hold another one.
+    # The name is given here once more, since SBATCH_JOB_NAME would win over the script's: a profile
+    # may name it in `pass_environment`.
     words = ["sbatch", "--parsable", f"--job-name={job_name(sweep, job, job_folder)}"]
     with (
         open(job_folder / "script.sh") as text,
@@ -484,9 +503,13 @@ def _choices(key: str, found: str | None, *command: str) -> str:
     return f"; {key}: found {found}, there is {', '.join(names)}"
 
 
-def cancel(folder: Path) -> list[str]:
-    """scancel every job of a sweep's folder; running trainers save first. Returns the job ids."""
-    ids = sorted({_array(job) for job in live_jobs(folder)})
+def cancel(plan: SweepPlan) -> list[str]:
+    """scancel every job of a sweep's folder; returns their ids.
+
+    Trainers that run hear of it and save. Slurm kills those that have not ended after its KillWait,
+    30 seconds unless the cluster has another: what they learnt since their last checkpoint is lost.
+    """
+    ids = sorted({_array_id(job) for job in live_jobs(plan.folder)})
     if ids:
         run_checked("scancel", *ids)
     return ids

@@ -62,7 +62,8 @@ __all__ = [
     "write_pickle",
 ]
 
-ENDLESS = 1_000_000  # stands for no limit where submitit wants a number
+# Stands for no limit where submitit wants a number: of minutes, requeues, or elements at a time.
+ENDLESS = 1_000_000
 PICKLE = "element.pkl"
 
 

@@ -6,21 +6,20 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pydantic import BaseModel
 
 from calibeval.io import InputError
-from sweeps.runs.schema import DistributedConfig
+from sweeps.runs.schema import World
 
 if TYPE_CHECKING:
     from sweeps.runs.run import Run
 
 Options = TypeVar("Options", bound=BaseModel)
 
-# The names of the backends that come with this project, and the modules behind them.
+# The names of the backends that come with this project, and the modules behind them. Another one is
+# named in the description of `Sweep.backend` and on slurm/README.md, and mypy compares it with the
+# protocol below. `launch.preflight.PACKAGES_OF_TRAINERS` holds what all of them need.
 BACKENDS = {
     "trainer": "sweeps.training.hf_backend",
     "open-instruct": "sweeps.training.open_instruct_backend",
 }
-
-
-MEMBERS = ("Train", "packages", "missing", "train")  # what every backend has
 
 
 class NoBackend(InputError):
@@ -30,10 +29,11 @@ class NoBackend(InputError):
 class Backend(Protocol[Options]):
     """A module that trains runs: one of `BACKENDS`, or a user's own, named by its import path.
 
-    It has the four members below. It may have three more:
+    It has the four members below, which `MEMBERS` lists. It may have three more:
 
     `environment_variables: Sequence[str]` names variables of the submitting shell that its jobs
-    need. Jobs see no others, apart from a login's own and the profile's `pass_environment`.
+    need. Jobs see no others, apart from a login's own and the profile's `pass_environment`. Those
+    of a built-in backend are in the scripts of all sweeps, whatever trains them.
 
     `scoring_problem(train_options) -> str | None` says why the model that such a run leaves cannot
     be scored. A sweep that asks for scores is then refused with these words.
@@ -64,13 +64,16 @@ class Backend(Protocol[Options]):
         `train_file`                         conversations, which are read before a launch
         `num_train_epochs`, `train_file`     have columns in the tables
         `held_out`                           conversations not trained on; metrics have their loss
-        `smoothing_target`                   as the other keys of files: `./x` and `x` are one
+
+        Paths in `model_name_or_path`, `tokenizer_name`, `train_file` and `smoothing_target` name
+        the same run however they are spelt, as `./x` or `x`: see `sweeps.runs.grid.PATH_KEYS`. A
+        path in another key of yours is a text like any other.
         """
 
-    def packages(self, train_options: Options, distributed: DistributedConfig, /) -> list[str]:
+    def packages(self, train_options: Options, world: World, /) -> list[str]:
         """The modules that must be importable for such a run, beyond this project's own."""
 
-    def missing(self, train_options: Options, distributed: DistributedConfig, /) -> list[str]:
+    def missing(self, train_options: Options, world: World, /) -> list[str]:
         """What else would keep such a run from starting, one sentence for each problem."""
 
     def train(self, run: "Run", /) -> None:
@@ -93,11 +96,16 @@ class Backend(Protocol[Options]):
                            `loss`; if known `tokens_per_second`, and `held_out_loss`, of which the
                            last counts for `select_on`.
         `run.stop_file`    asks for an end while it exists: save, and leave by `SystemExit(75)`.
-                           TERM means the same: it comes at the end of a job, and from whoever
-                           ends the process by hand. Of several ranks all get it.
+                           TERM asks for the same: Slurm sends it when a job is to end, perhaps
+                           before the file is there, and so does whoever ends the process by hand.
+                           Of several ranks all get it. USR2, by which Slurm warns of an end, need
+                           not be handled: here it is ignored unless `train` handles it.
 
         It may go on to score, by `scoring.here`, what it has trained, if it was not asked to stop.
         """
+
+
+MEMBERS = ("Train", "packages", "missing", "train")  # of every backend, as the protocol says
 
 
 if TYPE_CHECKING:  # mypy compares the built-in backends with the protocol here

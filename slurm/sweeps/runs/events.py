@@ -18,7 +18,9 @@ from sweeps.runs.files import read_rows
 class EventKind(Enum):
     """What happened; the value is the name in the file."""
 
-    LAUNCHED = "queued"  # a launch is about to hand the run to sbatch, or to a worker here
+    # A launch has asked for the run: it is about to hand it to sbatch, or to a worker on this
+    # machine. The name in the file is from when there was Slurm alone, and stays for older files.
+    LAUNCHED = "queued"
     BEGAN = "began"  # an attempt at a stage has begun
     ENDED = "ended"  # an attempt has ended, or sbatch did not take the run
 

@@ -30,8 +30,8 @@ def locked(path: Path, patience: float, busy_message: str) -> Iterator[None]:
     """Hold a lock, which the kernel releases when the process ends, however it ends.
 
     Raises InputError with the words of `busy_message` if another process still holds the lock after
-    `patience` seconds; they are also printed if it takes a while. Where the file system knows no
-    locks, nothing is held.
+    `patience` seconds; the same words are printed when the wait has taken SILENT_SECONDS. Where the
+    file system knows no locks, nothing is held, and a warning says so.
     """
     with open(path, "a") as file:
         os.set_inheritable(file.fileno(), True)  # torchrun may take this process's place
@@ -50,7 +50,9 @@ def locked(path: Path, patience: float, busy_message: str) -> Iterator[None]:
                     told = True
                     print(f"waiting: {busy_message}", file=sys.stderr, flush=True)
                 time.sleep(RETRY_SECONDS)
-            except OSError:
+            except OSError as error:
+                reason = f"{path}: {error.strerror}: nothing keeps two processes apart here"
+                print(f"warning: {reason}", file=sys.stderr, flush=True)
                 break
         identity = _identity(os.fstat(file.fileno()))
         _held_here.add(identity)

@@ -11,7 +11,7 @@ from typing import Any
 from calibeval.io import InputError, write_text
 from sweeps.runs.backend import load_backend, scoring_problem
 from sweeps.runs.run import Run, RunConfig
-from sweeps.runs.schema import Sweep, decisive_values
+from sweeps.runs.schema import Sweep, World, compatible_values
 from sweeps.runs.stages import next_stage
 from sweeps.runs.yaml_io import build, dump_yaml, escape_dollars, expand, override, read_yaml
 
@@ -48,17 +48,30 @@ class SweepPlan:
         return {**run.config().train, **self.sweep.train, **run.values}
 
     def create(self) -> None:
-        """Write launched.yaml, what this launch asks for, and every run's folder.
+        """Write every run's folder, and launched.yaml, which says what this launch asks for.
 
-        A run that was done and of which this launch asks more is done no more.
+        A file that says the same already stays as it is: jobs of an earlier launch may read it.
         """
         for run in self.baselines_and_runs:
             run.create()
-            can_be_scored = run.model.is_dir() or run.config().backend is None
-            if run.done and can_be_scored and next_stage(run) is not None:
-                run.done_file.unlink(missing_ok=True)
-        raw = escape_dollars(self.sweep.model_dump(mode="json"))
-        write_text(self.folder / LAUNCHED, dump_yaml(raw))
+            self._reopen(run)
+        file = self.folder / LAUNCHED
+        values = compatible_values(self.sweep, mode="json")
+        with contextlib.suppress(InputError):  # there is none, or none that this code can read
+            _, launched_before, _, _ = _read_sweep(self.folder, [])
+            if compatible_values(launched_before, mode="json") == values:
+                return
+        write_text(file, dump_yaml(escape_dollars(values)))
+
+    def _reopen(self, run: Run) -> None:
+        """Let a run that was done be worked on again if this launch asks more of it.
+
+        One whose model was deleted stays done, as nothing can be added to it: a launch that asks
+        for more of it is refused by `launch.preflight`, before it comes here.
+        """
+        can_be_scored = run.model.is_dir() or run.config().is_baseline
+        if run.done and can_be_scored and next_stage(run) is not None:
+            run.done_file.unlink(missing_ok=True)
 
 
 def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
@@ -80,11 +93,11 @@ def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
 
 
 def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
-    """The same from the folders of the runs that were made, without the backend.
+    """The plan of a sweep whose backend cannot be imported, read from the folders of its runs.
 
-    That suffices to look at runs, whose folders say all of them. Runs of earlier launches are among
-    those of the last one, grid values are not known, and runs whose config cannot be read are left
-    out.
+    That suffices to look at runs. It differs from the plan of `plan_sweep` in this: the runs of all
+    launches are in it, and not only those of the last one; runs have no grid values; and those
+    whose config cannot be read are left out.
     """
     _, sweep, folder, _ = _read_sweep(source, assignments)
     runs = []
@@ -97,8 +110,8 @@ def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
         folder=folder,
         typed=(str(source), *assignments),
         sweep=sweep,
-        runs=[run for run in runs if run.config().backend is not None],
-        baselines=[run for run in runs if run.config().backend is None],
+        runs=[run for run in runs if not run.config().is_baseline],
+        baselines=[run for run in runs if run.config().is_baseline],
     )
 
 
@@ -137,19 +150,28 @@ def _expand_grid(sweep: Sweep, folder: Path, source: str, places: dict[str, str]
             problem = scoring_problem(sweep.backend, train_options)
             if problem is not None:
                 raise InputError(f"{source}: {problem}")
-        config = RunConfig(
-            backend=sweep.backend,
-            train=decisive_values(train_options),
-            world=sweep.world,
-            score=sweep.score,
-            keep=sweep.keep,
-            max_idle_restarts=sweep.max_idle_restarts,
-        )
+        config = _config(sweep, sweep.backend, compatible_values(train_options), sweep.world)
         if config.name in runs:
             both = f"{values} and {runs[config.name].values}"
             raise InputError(f"{source}: grid: {both} are the same run; drop one")
         runs[config.name] = Run(folder / config.name, config, values)
     return list(runs.values())
+
+
+def _config(sweep: Sweep, backend: str | None, train: dict[str, Any], world: World) -> RunConfig:
+    """The config of a run, or of a model before fine-tuning, with what holds for all of a sweep.
+
+    A key of the sweep that decides what is done with a run is handed on here. One that decides its
+    weights belongs into `RunConfig.digest` too, which says how.
+    """
+    return RunConfig(
+        backend=backend,
+        train=train,
+        world=world,
+        score=sweep.score,
+        keep=sweep.keep,
+        max_idle_restarts=sweep.max_idle_restarts,
+    )
 
 
 def _combinations(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
@@ -168,6 +190,6 @@ def _baselines(sweep: Sweep, folder: Path, runs: list[Run]) -> list[Run]:
         values = dict(base_keys)
         if train_keys.get("model_revision"):
             base_keys["model_revision"] = train_keys["model_revision"]
-        config = RunConfig(backend=None, train=base_keys, score=sweep.score)
+        config = _config(sweep, None, base_keys, World())
         baselines[config.name] = Run(folder / config.name, config, values)
     return list(baselines.values())

@@ -4,6 +4,7 @@ to this process: its GPUs, its Slurm job, the processes that end with it."""
 import contextlib
 import ctypes
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,21 +18,34 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # of prctl(2): which signal a process gets when its parent ends
 
 
+# What Slurm's tools say when they fail because the controller does not answer them.
+CONTROLLER_IS_AWAY = re.compile(
+    "Unable to contact|timed out|[Cc]onnection|in standby mode|Zero Bytes were transmitted"
+)
+
+
 class ProgramError(Exception):
-    """A program is absent, fails or does not answer."""
+    """A program fails; the words are its own."""
+
+
+class NoAnswer(ProgramError):
+    """A program does not answer, or nobody answers it: another time it may."""
 
 
 def run_checked(tool: str, *words: str, patience: float = PATIENCE) -> str:
     """What one of Slurm's tools prints.
 
-    Raises InputError if the tool is absent, fails, or says nothing within `patience` seconds.
+    Raises InputError if the tool is absent, fails, or says nothing within `patience` seconds. Only
+    where Slurm does not answer does it say that the same may work later.
     """
     try:
         return _run(tool, *words, patience=patience)
     except OSError:
         raise InputError(f"{tool} is not on the PATH: type this on a login node") from None
-    except ProgramError as error:
+    except NoAnswer as error:
         raise InputError(f"{tool} does not answer: {error}; try again in a minute") from None
+    except ProgramError as error:
+        raise InputError(f"{tool} fails: {error}") from None
 
 
 def run_or_empty(*command: str) -> str:
@@ -45,13 +59,19 @@ def run_or_empty(*command: str) -> str:
 
 
 def _run(*command: str, patience: float) -> str:
-    """What a program prints; raises ProgramError with the reason, OSError if it cannot be run."""
+    """What a program prints.
+
+    Raises ProgramError or NoAnswer with the reason, and OSError if the program cannot be run.
+    """
     try:
         done = subprocess.run(command, capture_output=True, timeout=patience, check=True)
     except subprocess.TimeoutExpired:
-        raise ProgramError(f"nothing for {patience} s") from None
+        raise NoAnswer(f"nothing for {patience} s") from None
     except subprocess.CalledProcessError as error:
-        raise ProgramError(last_error(os.fsdecode(error.stderr).splitlines())) from None
+        words = last_error(os.fsdecode(error.stderr).splitlines())
+        if CONTROLLER_IS_AWAY.search(words):
+            raise NoAnswer(words) from None
+        raise ProgramError(words) from None
     return os.fsdecode(done.stdout)
 
 
@@ -65,7 +85,10 @@ def cli_command(command: str, *words: str | Path) -> str:
 
 
 def job_id() -> str | None:
-    """The Slurm job that this process belongs to, as squeue prints it: 12_3, or 12; else None."""
+    """The label of the Slurm job that this process belongs to, as squeue prints it; else None.
+
+    Here and elsewhere, a label is 12_3 for an element of an array, and 12 for another job.
+    """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array:
         return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"

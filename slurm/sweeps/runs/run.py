@@ -2,14 +2,19 @@
 
 config.yaml       the resolved config, from which the folder's name is made
 attempts.jsonl    what happened to the run, a line for each event
-stop              asks the trainer to save and to leave, while it exists
+stop              asks the trainer to save and to leave, while it exists. Made by whoever works on
+                  the run and is asked to stop; each attempt begins by deleting it, so that a file
+                  which is made by hand ends one attempt, and on Slurm the next one goes on
 .lock             is held by the process that trains or scores the run
 train.log         what the trainer printed; score.log likewise
 metrics.jsonl     the trainer's progress
 checkpoints/      gone once the run is done
 model/            the final model, which appears whole
 scores/           <task>.jsonl, records by calibeval
-DONE              written last; removed by a launch that asks for more
+DONE              made once all is there that was asked for, and checkpoints/ is gone; only the
+                  model/ that `keep: scores` deletes goes after it. Removed by a launch that asks
+                  for more. Nobody decides by it what is to be done, `stages.next_stage` looks at
+                  the model and the records; but a run that has it counts as trained without model/
 """
 
 import contextlib
@@ -28,7 +33,7 @@ from calibeval.request import Strict
 from sweeps.runs.backend import load_backend
 from sweeps.runs.events import Event, EventKind, append_event, read_events
 from sweeps.runs.processes import job_id, run_or_empty
-from sweeps.runs.schema import DistributedConfig, Keep, Score, decisive_values
+from sweeps.runs.schema import Keep, Score, World, compatible_values
 from sweeps.runs.yaml_io import build, dump_yaml, read_yaml
 
 # The packages whose versions are noted when an attempt begins.
@@ -38,24 +43,34 @@ NOTED_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets
 class RunConfig(Strict):
     """config.yaml: what decides a run's weights, and so its name, and what is done with them.
 
-    `train` holds decisive values alone (see `sweeps.runs.schema.decisive_values`). `world` holds
-    all of its values, which `digest` reduces to the decisive ones.
+    `train` lacks the options that were added later and have their default, as it comes from
+    `sweeps.runs.schema.compatible_values`.
     """
 
-    backend: str | None  # None: the model as it is, before fine-tuning
+    backend: str | None  # None: see `is_baseline`
     train: dict[str, Any]
-    world: DistributedConfig = DistributedConfig()
+    world: World = World()
     score: Score | None = None
     keep: Keep = "all"
     max_idle_restarts: int = 3
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is a model before fine-tuning, which is scored as it is."""
+        return self.backend is None
+
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 of all that decides the weights."""
+        """The SHA-256 of all that decides the weights.
+
+        A key that is added to `decisive` gives all runs other names, and they are trained again. So
+        add one only where its value is not its default. `train` and `world` have seen to that for
+        keys of their own, if these are marked as `added_later`.
+        """
         decisive = {
             "backend": self.backend,
             "train": self.train,
-            "world": decisive_values(self.world),
+            "world": compatible_values(self.world),
         }
         canonical = json.dumps(decisive, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
@@ -73,7 +88,7 @@ class RunConfig(Strict):
         is absent, or its present version does not take these keys, they are missing here too.
         """
         values = dict(self.train)
-        if self.backend is not None:
+        if not self.is_baseline:
             with contextlib.suppress(InputError, ValueError):
                 for key, value in self.train_options.model_dump().items():
                     values.setdefault(key, value)
@@ -84,7 +99,7 @@ class RunConfig(Strict):
         """The name of the run's folder: a readable prefix, and the beginning of the digest."""
         model = PurePath(self.train["model_name_or_path"]).name
         model = re.sub(r"[^A-Za-z0-9._-]", "-", model) or "model"
-        if self.backend is None:
+        if self.is_baseline:
             settings = "base"
         else:
             settings = "lr{learning_rate:g}-beta{label_smoothing:g}-seed{seed}".format(**self.train)
@@ -103,7 +118,8 @@ class Run:
         """The run in the folder `path`.
 
         `config` is given by a plan, before the folder is made; otherwise config.yaml is read once
-        it is asked for. `values` are those of the grid which the run of a plan stands for.
+        it is asked for. `values` are the run's values of the keys in the sweep's `grid:`, which
+        only a plan knows.
         """
         self.path = path
         self.name = path.name
@@ -116,8 +132,8 @@ class Run:
         self.model = path / "model"
         self.scores = path / "scores"
         self.done_file = path / "DONE"
-        self.stop_file = path / "stop"  # while it exists, the trainer is to save and leave
-        self.lock_file = path / ".lock"  # held by the process that trains or scores the run
+        self.stop_file = path / "stop"
+        self.lock_file = path / ".lock"
 
     @property
     def stop(self) -> Path:
@@ -127,33 +143,49 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether its last launch got all that it asked for, when it ended.
+        """Whether the file DONE is there: the last attempt has left nothing undone.
 
-        Records may have been damaged since: `stages.next_stage` says what is to be done now.
+        Records may have been damaged since, or a launch may ask for more: `stages.next_stage` says
+        what is to be done now.
         """
         return self.done_file.exists()
 
     @property
     def trained(self) -> bool:
-        """Whether the final model is there, or was; trainers put it there by a rename."""
-        return self.done or self.model.is_dir() or self.config().backend is None
+        """Whether no training is left to do.
+
+        The final model is there, which trainers put there by a rename; or was there, and has been
+        deleted since the run was done; or the run is a model before fine-tuning.
+        """
+        return self.done or self.model.is_dir() or self.config().is_baseline
 
     def create(self) -> None:
-        """Make the folder with its config.yaml, or write what is asked of the model anew."""
-        write_text(self.config_file, dump_yaml(self.config().model_dump(mode="json")))
+        """Make the folder with its config.yaml, or write anew what is asked of the run.
+
+        A config.yaml that says the same stays as it is. The job of an earlier launch may still read
+        it by older code, which refuses the keys that came later.
+        """
+        values = compatible_values(self.config(), mode="json")
+        with contextlib.suppress(InputError):  # there is none, or none that this code can read
+            if compatible_values(self._read_config(), mode="json") == values:
+                return
+        write_text(self.config_file, dump_yaml(values))
 
     def config(self) -> RunConfig:
         """The resolved config, read once; raises InputError if it was edited or is not there."""
         if self._config is None:
-            raw, places = read_yaml(self.config_file)
-            config = build(RunConfig, raw, str(self.config_file), places)
-            if not self.name.endswith(config.digest[:8]):
-                raise InputError(
-                    f"{self.config_file}: was edited: its hash is {config.digest[:8]}, the "
-                    f"folder's {self.name[-8:]}; change the sweep file, which makes a new run"
-                )
-            self._config = config
+            self._config = self._read_config()
         return self._config
+
+    def _read_config(self) -> RunConfig:
+        raw, places = read_yaml(self.config_file)
+        config = build(RunConfig, raw, str(self.config_file), places)
+        if not self.name.endswith(config.digest[:8]):
+            raise InputError(
+                f"{self.config_file}: was edited: its hash is {config.digest[:8]}, the "
+                f"folder's {self.name[-8:]}; change the sweep file, which makes a new run"
+            )
+        return config
 
     def last_saved_step(self) -> int:
         """The last saved step, 0 before the first checkpoint that is named by its step.
@@ -164,8 +196,11 @@ class Run:
         return max(steps, default=0)
 
     def progress(self) -> list[Any]:
-        """What changes while the run gets on: its last saved step and checkpoints, and how many
-        bytes of records there are."""
+        """What changes while the run gets on: its last saved step, the size of its records in
+        bytes, and the names of its checkpoints, as those of open-instruct's epochs tell no step.
+
+        It is a list because it is compared with one that was read from attempts.jsonl.
+        """
         files = [path for path in self.scores.rglob("*") if path.is_file()]
         record_bytes = sum(path.stat().st_size for path in files)
         names = sorted(f"{kind} {number}" for kind, number in self._checkpoints())

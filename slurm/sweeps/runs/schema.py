@@ -1,7 +1,10 @@
-"""Sweep and cluster files: from YAML and dotted overrides to frozen, checked models.
+"""The keys of sweep files and cluster profiles: models that check them, and what `keys` prints.
 
-Whatever is wrong ends in one message: file and line (or the override), key, value, what to do. The
-description of a field is what `python -m sweeps keys` prints of it.
+In this order: the types of values, which options of sbatch a profile may not hold, how a field is
+declared and which values are written to files, the models `Sweep` and `Cluster` with their parts,
+the text of `python -m sweeps keys`, and reading a profile. (Sweep files are read by `runs.grid`.)
+
+Whatever is wrong ends in one message: file and line (or the override), key, value, what to do.
 """
 
 import json
@@ -80,6 +83,12 @@ RESERVED_OPTIONS = {
     "wait": "the launch would not return",
     "test-only": "launch --dry-run shows what is submitted",
     "wrap": "the jobs have a script",
+    "nodes": "world.nodes of the sweep says on how many nodes a run trains",
+    "ntasks": "world.processes_per_node says how many processes a run has",
+    "ntasks-per-node": "world.processes_per_node says how many processes a run has",
+    "ntasks-per-gpu": "world.processes_per_node says how many processes a run has",
+    "tasks-per-node": "world.processes_per_node says how many processes a run has",
+    "job-name": "the name of the sweep begins that of its jobs, by which they are found again",
 }
 
 
@@ -114,20 +123,21 @@ ExtraOption = Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$"), AfterValidator
 def option(default: Any, description: str, *, added_later: bool = False, **constraints: Any) -> Any:
     """A field of a model, with pydantic's constraints; `...` as its default makes it required.
 
-    The description is what `python -m sweeps keys` prints of it. `added_later` marks an option of a
-    run that was added when runs without it had already been made: see `decisive_values`.
+    The description is what `python -m sweeps keys` prints of it. `added_later` marks a field that
+    was added when there were already runs and files without it: see `compatible_values`.
     """
     marks: dict[str, Any] | None = {ADDED_LATER: True} if added_later else None
     return Field(default, description=description, json_schema_extra=marks, **constraints)
 
 
-def decisive_values(options: BaseModel) -> dict[str, Any]:
-    """The values that decide a run, of which its config and the name of its folder are made.
+def compatible_values(options: BaseModel, mode: Literal["json", "python"] = "python") -> dict:
+    """The values of a model, without those that were added later and have their default.
 
-    An option that was added later is left out while it has its default, because runs were named
-    without it before. So a sweep that does not use it finds its runs again.
+    Folders of runs are named by these values: so a sweep that does not use a new option finds the
+    runs again that were named without it. And files are written of them: so the older code that
+    queued jobs may run, which refuses keys that it does not know, can read what newer code writes.
     """
-    values = options.model_dump()
+    values = options.model_dump(mode=mode)
     for name, field in type(options).model_fields.items():
         value = getattr(options, name)
         marks = field.json_schema_extra
@@ -135,11 +145,14 @@ def decisive_values(options: BaseModel) -> dict[str, Any]:
         if is_later and value == field.get_default(call_default_factory=True):
             del values[name]
         elif isinstance(value, BaseModel):
-            values[name] = decisive_values(value)
+            values[name] = compatible_values(value, mode)
+        elif isinstance(value, tuple) and all(isinstance(item, BaseModel) for item in value):
+            list_or_tuple = type(values[name])  # a list in JSON
+            values[name] = list_or_tuple(compatible_values(item, mode) for item in value)
     return values
 
 
-class DistributedConfig(Strict):
+class World(Strict):
     """The processes of one run: their number changes the global batch, so it is part of the run."""
 
     nodes: Positive = option(
@@ -191,8 +204,15 @@ class DistributedConfig(Strict):
         return content
 
 
+DistributedConfig = World  # its earlier name, for backends that were written for it
+
+
 class Score(Request):
-    """What is asked of each trained model, and how."""
+    """What is asked of each trained model, and how.
+
+    It stands in the config.yaml of runs, so a key that comes later, to `Request` and its tasks too,
+    has the mark ADDED_LATER in its `json_schema_extra`: see `compatible_values`.
+    """
 
     python: str | None = option(
         None,
@@ -200,6 +220,7 @@ class Score(Request):
         "that trains lacks vLLM; null uses the same for both.",
     )
     base: bool = option(True, "Whether the model before fine-tuning is asked too, for comparison.")
+    # A key of `Request`, taken away here: a run's model has no revision on the hub.
     revision: None = option(None, "Must stay null: train.model_revision says it.")
     select_on: str | None = option(
         None,
@@ -263,6 +284,7 @@ class Archive(Strict):
 class Prefetch(Strict):
     """What `prefetch` fetches where there is internet, apart from what `train` names."""
 
+    # `keys` prints these two descriptions, and below each the keys of an item.
     datasets: Seq[Dataset] = option((), "List of:")
     archives: Seq[Archive] = option((), "List of:")
     made_by: str | None = option(
@@ -273,7 +295,13 @@ class Prefetch(Strict):
 
 
 class Sweep(Strict):
-    """A sweep file."""
+    """A sweep file.
+
+    A new key is a field here. If launches alone read it, as `throttle` and `workers`, they find it
+    here. If it is read while a run is worked on, as `keep`, it is a field of `runs.run.RunConfig`
+    too, and `runs.grid` hands it on. If it decides a run's weights, see `RunConfig.digest`. In all
+    cases it has a default and is marked as `added_later`: see `compatible_values`.
+    """
 
     name: str = option(
         ...,
@@ -296,7 +324,7 @@ class Sweep(Strict):
         "Training options that vary, each with a list of values, for example `seed: [1, "
         "2]`; every combination is a run.",
     )
-    world: DistributedConfig = option(DistributedConfig(), "How one run is spread over GPUs.")
+    world: World = option(World(), "How one run is spread over GPUs.")
     score: Score | None = option(
         None, "What trained models are asked; null trains without scoring."
     )
@@ -311,7 +339,10 @@ class Sweep(Strict):
         "or 1 without any.",
     )
     throttle: Positive | None = option(
-        None, "How many runs Slurm may run at the same time; null sets no limit."
+        None,
+        "How many elements of one job array Slurm may run at the same time, so how many runs of "
+        "a launch; null sets no limit. Runs of several processes are scored by an array of their "
+        "own, and another launch has other arrays: each counts for itself.",
     )
     keep: Keep = option(
         "all",
@@ -352,8 +383,10 @@ class Cluster(Strict):
     """A cluster profile: what differs between clusters, and nothing that belongs to a sweep.
 
     A new key that is an option of sbatch belongs into `launch.sbatch`: into `parameters` where
-    submitit has a parameter for it, else into `_additional_parameters`; `extra` overrides both. One
-    that changes what a job does before its command belongs into `launch.sbatch.setup`.
+    submitit has a parameter for it, else into `_additional_parameters`; `extra` overrides both. See
+    too whether `runs.slurm_queue.explain_stuck` and `launch.slurm.advice` should name it to whoever
+    has jobs that do not start, or are refused. One that changes what a job does before its command
+    belongs into `launch.sbatch.setup`.
     """
 
     account: Line | None = option(None, "Account that jobs are billed to (sbatch --account).")
@@ -428,8 +461,8 @@ class Cluster(Strict):
         They win over the keys above.
         """
         options: dict[str, str | bool] = {}
-        for option in self.extra:
-            name, _, value = option.removeprefix("--").partition("=")
+        for text in self.extra:
+            name, _, value = text.removeprefix("--").partition("=")
             options[name] = value or True
         return options
 
@@ -458,7 +491,7 @@ def documentation(
     are models of their own are followed by their keys, indented:
 
         name:  # required; Name of the sweep, and of its folder in output_root
-        throttle: null  # How many runs Slurm may run at the same time; null sets no limit
+        workers: null  # How many runs train at the same time without Slurm; null takes …
         world:  # How one run is spread over GPUs
           mixed_precision: "no"  # Precision of …; takes no, bf16, fp16
     """

@@ -102,7 +102,7 @@ def here(run: Run) -> None:
             file.unlink()  # damaged since it was written
     # What the sweep file says under `score:`, apart from what is given here by itself.
     options = config.score.model_dump(include=set(Request.model_fields) - {"tasks", "revision"})
-    if config.backend is None:  # the model before fine-tuning
+    if config.is_baseline:
         model = config.train["model_name_or_path"]
         revision = config.train.get("model_revision")
     else:

@@ -56,7 +56,7 @@ def describe_job(job: str) -> dict[str, str]:
 class LiveJob:
     """An element of an array, or a collect job, that is queued, running or just leaving."""
 
-    id: str  # as squeue prints it: 12_3
+    id: str  # its label, as squeue prints it: 12_3
     state: str
     reason: str
     run: str | None  # the name of the run that it works on; None: it collects
@@ -80,6 +80,11 @@ class SubmittedElement:
     log: Path | None  # what it prints, once it begins
     only_scores: bool = False  # whether its array leaves the training to another
 
+    @property
+    def was_taken(self) -> bool:
+        """Whether sbatch has taken it, as far as files tell."""
+        return self.label is not None
+
 
 def live_jobs(folder: Path) -> list[LiveJob]:
     """The jobs of a sweep's folder that are queued or running.
@@ -102,15 +107,15 @@ def live_jobs(folder: Path) -> list[LiveJob]:
     )
     jobs = []
     for line in listed.splitlines():
-        job, index, state, job_name, reason = line.split("|", 4)
+        array_id, index, state, job_name, reason = line.split("|", 4)
         tag = job_name.rpartition(".")[2]
         if tag not in names_of_tag:
             continue
         if index.isdigit():
             run = names_of_tag[tag][int(index)]
-            jobs.append(LiveJob(f"{job}_{index}", state, reason, run, tag))
+            jobs.append(LiveJob(f"{array_id}_{index}", state, reason, run, tag))
         else:
-            jobs.append(LiveJob(job, state, reason, None, tag))
+            jobs.append(LiveJob(array_id, state, reason, None, tag))
     return jobs
 
 
@@ -187,11 +192,11 @@ def job_ends(labels: list[str]) -> dict[str, JobEnd]:
     recorded = _accounted_ends(labels)
     ends = {}
     for label in labels:
-        array = label.partition("_")[0]
+        array_id = label.partition("_")[0]
         if label in recorded:
             ends[label] = recorded[label]
-        elif array in recorded:
-            ends[label] = recorded[array]
+        elif array_id in recorded:  # its elements were cancelled together, before they began
+            ends[label] = recorded[array_id]
         else:
             known = describe_job(label)
             if known:
@@ -200,7 +205,7 @@ def job_ends(labels: list[str]) -> dict[str, JobEnd]:
 
 
 def _accounted_ends(labels: list[str]) -> dict[str, JobEnd]:
-    """The ends that sacct tells, by the labels of elements or of whole arrays."""
+    """The ends that sacct tells, by the labels of elements, or by the ids of whole arrays."""
     printed = run_or_empty("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(labels))
     ends = {}
     for line in printed.splitlines():

@@ -1,4 +1,4 @@
-"""A run's stages, training and then scoring, and how an attempt at them ended."""
+"""A run's stages, training and then scoring, and how the work on them ended."""
 
 from enum import Enum
 
@@ -11,7 +11,11 @@ STAGES = (TRAIN, SCORE)  # in their order; each is also the `python -m sweeps` c
 
 
 class Outcome(Enum):
-    """How an attempt ended; the value is the exit code."""
+    """How the work on a run ended, of an element or of a worker here; the value is the exit code.
+
+    DONE says that the stages that it was to do are done. If another array scores the run, it is
+    still to be scored then, and its folder has no file DONE.
+    """
 
     DONE = 0
     FAILED = 1

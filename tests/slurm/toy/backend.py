@@ -15,7 +15,7 @@ from pathlib import Path
 from calibeval.io import InputError
 from calibeval.request import Strict
 from sweeps.runs.run import Run
-from sweeps.runs.schema import DistributedConfig
+from sweeps.runs.schema import World
 from sweeps.runs.stages import Outcome
 from sweeps.training import torchrun
 
@@ -38,11 +38,11 @@ class Train(Strict):
     deaf: bool = False  # whether no warning reaches it; in a job it then waits for TERM
 
 
-def packages(train_options: Train, distributed: DistributedConfig) -> list[str]:
+def packages(train_options: Train, world: World) -> list[str]:
     return []
 
 
-def missing(train_options: Train, distributed: DistributedConfig) -> list[str]:
+def missing(train_options: Train, world: World) -> list[str]:
     return []
 
 
