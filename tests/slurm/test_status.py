@@ -119,6 +119,17 @@ CANCELLED = JobEnd("CANCELLED by 1000", "0:0")
 OUT_OF_MEMORY = JobEnd("OUT_OF_MEMORY", "0:125")
 
 
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("last", [None, LAUNCHED, FAILED])
+def test_every_state_has_words_and_fits_its_column(toy_file, state, last):
+    """mypy refuses a state without words where it is described; so does this."""
+    nothing = dict.fromkeys(("live_job", "submitted", "end"))
+    run = prepare(toy_file(grid={"seed": [7]}))
+    evidence = Evidence(run, last, False, False, **nothing, slurm_error="", scored="-")
+    assert isinstance(status.describe(state, evidence), str)
+    assert len(state.value) <= 8
+
+
 @pytest.mark.parametrize(
     ("last", "known", "state"),
     [

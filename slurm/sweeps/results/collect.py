@@ -28,8 +28,9 @@ COLLECT_PATIENCE = 3600  # seconds to wait for another collect of the same sweep
 def collect(plan: SweepPlan) -> list[str]:
     """Write `<sweep>/results/` from what is there; returns the gaps of the plan.
 
-    Made are index.jsonl, runs.csv, best_learning_rates.csv, report.html, and calibeval's tables and
-    diagrams. The old folder is replaced once the new one is whole.
+    Made here are index.jsonl, runs.csv and best_learning_rates.csv; by `calibeval.report`, from the
+    scores, the other tables, all diagrams, and report.html. The old folder is replaced once the new
+    one is whole.
     """
     gaps = list_gaps(plan)
     runs = runs_in_folder(plan)
@@ -90,7 +91,11 @@ def runs_in_folder(plan: SweepPlan) -> list[Run]:
 
 
 def entries(plan: SweepPlan, runs: list[Run]) -> list[dict[str, Any]]:
-    """One entry for each record file, as calibeval's index wants it; paths are from results/."""
+    """One entry for each record file, as calibeval's index wants it.
+
+    Paths are relative to results/. They are read while the files lie in .results.part, from which
+    they are the same: it is beside results/, and takes its place.
+    """
     varied = varied_settings(runs)
     model_names = _model_names(plan, runs)
     rows = []
@@ -130,7 +135,7 @@ def _labels(run: Run, model_names: dict[str, str], varied: list[str]) -> dict[st
         "seed": train_keys.get("seed"),
         "run": run.name,
     }
-    if config.backend is not None:
+    if not config.is_baseline:
         labels["train_data"] = train_keys.get("train_file")
         labels["epochs"] = train_keys.get("num_train_epochs")
         settings_of_run = settings(run)
@@ -161,12 +166,16 @@ def runs_table(plan: SweepPlan) -> list[dict[str, Any]]:
 
 
 def _write_results(plan: SweepPlan, runs: list[Run], gaps: list[str], part: Path) -> None:
-    """Write all tables and the page into the folder `part`, and print the tables."""
+    """Write all tables and the page into the folder `part`, and print the tables.
+
+    A figure over scores belongs into `calibeval.figures`. One of what only a sweep knows, such as
+    metrics.jsonl, is a section of the page here.
+    """
     rows = runs_table(plan)
     write_text(part / "runs.csv", pd.DataFrame(rows).to_csv(index=False))
     items = "".join(f"<li class=gap>{escape(line)}" for line in gaps)
     note = f"<p>{counted(len(rows), 'run')}, {counted(len(gaps), 'gap')}</p><ul>{items}</ul>"
-    sections = []
+    sections = []  # of the page, as HTML, below what calibeval puts there
     if plan.sweep.score is not None and plan.sweep.score.select_on is not None:
         select_on = plan.sweep.score.select_on
         choices = best_learning_rates(select_on, runs)
@@ -174,9 +183,16 @@ def _write_results(plan: SweepPlan, runs: list[Run], gaps: list[str], part: Path
             sections.append(_write_choices(plan, select_on, runs, choices, part))
     sections.append(f"<h2>Runs</h2>{report.plain_table(rows)}")
     index_rows = entries(plan, runs)
-    if not index_rows:
+    if index_rows:
+        _write_scores(plan, index_rows, note, sections, part)
+    else:
         report.write_page(plan.sweep.name, [note, *sections], part / "report.html")
-        return
+
+
+def _write_scores(
+    plan: SweepPlan, index_rows: list[dict[str, Any]], note: str, sections: list[str], part: Path
+) -> None:
+    """Write index.jsonl, and the tables, diagrams and page over it; print the tables."""
     write_rows(part / "index.jsonl", index_rows)
     # Without scores, the plan names no columns of tables; an earlier launch has scored some runs.
     table_columns = COLUMNS
@@ -199,7 +215,7 @@ def _write_choices(
     """Write best_learning_rates.csv and the table of the best runs; returns a section of HTML."""
     rows = [choice.row() for choice in choices]
     write_text(part / "best_learning_rates.csv", pd.DataFrame(rows).to_csv(index=False))
-    best_runs = [run for run in runs if run.config().backend is None]
+    best_runs = [run for run in runs if run.config().is_baseline]
     for choice in choices:
         best_runs += choice.runs
     _write_best_table(plan, select_on, best_runs, part)

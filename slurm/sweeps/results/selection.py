@@ -9,20 +9,17 @@ from statistics import fmean
 from typing import Any
 
 from calibeval import evaluations, stats
-from sweeps.results.settings import SHOWN, settings, varied_settings
+from sweeps.results.settings import settings, varied_settings
 from sweeps.runs import scoring
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run
 from sweeps.runs.schema import HELD_OUT
 
-AVERAGED = "seed"  # over which figures are means
-CHOSEN = "learning_rate"
-# Runs compete that are alike in all settings but these two: in those that every table shows, which
-# are these, and in all others that vary.
-ALIKE = tuple(key for key in SHOWN if key not in (AVERAGED, CHOSEN))
-# The first columns of best_learning_rates.csv, by the settings in them; others keep their names.
+# Runs compete that are alike in all settings but the learning rate and the seed, over which figures
+# are means. best_learning_rates.csv says what they have in common: first these settings, under the
+# names of its columns, then all others that vary, under their own.
 COLUMN_NAMES = {
-    "train_file": "trained_on",
+    "train_file": "trained_on",  # in index.jsonl it is train_data, as calibeval's tables call it
     "model_name_or_path": "model",
     "num_train_epochs": "epochs",
     "label_smoothing": "label_smoothing",
@@ -33,7 +30,7 @@ COLUMN_NAMES = {
 class Choice:
     """The best learning rate among runs that are alike in all settings but rate and seed."""
 
-    group: dict[str, Any]  # what the runs have in common, by the names of columns
+    group: dict[str, Any]  # the settings that the runs have in common, by the names of columns
     learning_rate: float
     compared_rates: int  # among how many learning rates it is the best
     runs: list[Run]  # those at the best rate, one for each seed
@@ -72,11 +69,10 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
     Figures are means over seeds; ties go to the lower NLL. Runs without figures, and models before
     fine-tuning, are left out.
     """
-    other_keys = [key for key in (*ALIKE, *varied_settings(runs)) if key not in COLUMN_NAMES]
-    keys = [*COLUMN_NAMES, *other_keys]
+    keys = [*COLUMN_NAMES, *varied_settings(runs)]
     groups: dict[tuple, dict[float, _RunsAtRate]] = {}
     for run in runs:
-        if run.config().backend is None:
+        if run.config().is_baseline:
             continue
         figures = validation_figures(select_on, run)
         if figures is None:
@@ -84,7 +80,7 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
         settings_of_run = settings(run)
         group = tuple(settings_of_run.get(key) for key in keys)
         runs_at_rates = groups.setdefault(group, {})
-        at_rate = runs_at_rates.setdefault(settings_of_run[CHOSEN], _RunsAtRate())
+        at_rate = runs_at_rates.setdefault(settings_of_run["learning_rate"], _RunsAtRate())
         at_rate.runs.append(run)
         at_rate.figures.append(figures)
     names = [COLUMN_NAMES.get(key, key) for key in keys]

@@ -6,8 +6,9 @@ from typing import Any
 from sweeps.runs.run import Run
 from sweeps.runs.stages import TRAIN
 
-# The settings that every table has a column for. Runs that differ in another one are told apart by
-# a column of its own: see `varied_settings`.
+# The settings of each run that index.jsonl has, and so every table over scores. Runs that differ in
+# another one are told apart by a column of its own: see `varied_settings`. (runs.csv has the values
+# of `grid:` and the seed.)
 SHOWN = (
     "model_name_or_path",
     "label_smoothing",
@@ -27,21 +28,27 @@ def settings(run: Run) -> dict[str, Any]:
     """
     config = run.config()
     values = {"backend": config.backend, **config.world.model_dump(), **config.train_values()}
-    for event in run.events():
-        if event.stage == TRAIN:
-            hashes_by_path = event.details.get("files", {})
-            values.update(hashes_by_path)
+    values.update(_hashes_by_path(run))
     for key, value in values.items():
         if not isinstance(value, (str, int, float)):
             values[key] = str(value)
     return values
 
 
+def _hashes_by_path(run: Run) -> dict[str, str]:
+    """The hash that each file of a run had when its training last began, by the file's path."""
+    hashes: dict[str, str] = {}
+    for event in run.events():
+        if event.stage == TRAIN:
+            hashes.update(event.details.get("files", {}))
+    return hashes
+
+
 def varied_settings(runs: Sequence[Run]) -> list[str]:
     """The settings in which trained runs differ, apart from those that every table shows."""
     seen: dict[str, set] = {}
     for run in runs:
-        if run.config().backend is None:  # a model before fine-tuning
+        if run.config().is_baseline:
             continue
         for key, value in settings(run).items():
             seen.setdefault(key, set()).add(value)

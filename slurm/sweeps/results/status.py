@@ -25,7 +25,8 @@ METRICS_BYTES = 4096  # at the end of metrics.jsonl, among which the last row is
 class State(Enum):
     """What a run is doing, and what the table shows of it, in at most eight letters.
 
-    The most urgent come first; tables and their summary keep this order.
+    Tables and their summary keep this order: first what is under way, then what needs somebody, and
+    last what is done. A new state is decided in `classify`, and `describe` must have words for it.
     """
 
     RUNNING = "running"
@@ -44,7 +45,7 @@ class Status:
     name: str
     state: State
     detail: str = ""
-    reason: str = ""  # the whole of it, which is told below the table
+    reason: str = ""  # why it died or was refused, uncut: `detail` has its beginning
     restarts: int = 0
     scored: str = "-"  # tasks scored / tasks asked
     lines: tuple[str, ...] = ()
@@ -60,6 +61,11 @@ class SlurmView:
     live_jobs: dict[str | None, LiveJob]  # under None a collect job
     ends: dict[str, JobEnd]  # how elements ended, by their labels
     error: str  # what squeue said if it did not answer
+
+    @property
+    def has_collect_job(self) -> bool:
+        """Whether a job that makes the tables is queued or running."""
+        return None in self.live_jobs
 
 
 def ask_slurm(plan: SweepPlan) -> SlurmView:
@@ -147,13 +153,9 @@ class Evidence:
     @property
     def was_never_queued(self) -> bool:
         """Whether a launch on Slurm ended before sbatch had taken the run."""
-        return (
-            self.was_launched_last
-            and self.last is not None
-            and self.last.tag is not None
-            and self.submitted is not None
-            and self.submitted.label is None
-        )
+        if self.last is None or self.last.kind is not EventKind.LAUNCHED or self.last.tag is None:
+            return False
+        return self.submitted is not None and not self.submitted.was_taken
 
     def describe_end(self) -> str:
         """How what was to work on the run ended."""
@@ -173,7 +175,7 @@ def of_sweep(plan: SweepPlan) -> tuple[list[Status], SlurmView]:
             status = of_run(run, slurm, is_launching)
         except (InputError, OSError) as error:
             status = Status(run.name, State.UNKNOWN, str(error))
-        is_baseline = run in plan.baselines
+        is_baseline = run.config().is_baseline
         if not is_baseline or status.state is not State.DONE:
             statuses.append(status)
     return statuses, slurm
@@ -272,9 +274,10 @@ def _state_after(last: Event, evidence: Evidence) -> State:
     """The state of a run that nobody works on, by what happened to it last."""
     if last.error is not None:
         return State.DEAD
-    if last.kind is EventKind.ENDED:
-        # Else a launch was refused, or ended between two attempts: launching again goes on.
-        return State.STOPPED if last.was_stopped else State.TO_DO
+    if last.was_stopped:
+        return State.STOPPED
+    if last.kind is EventKind.ENDED:  # by a refusal, or a kill before the next attempt began
+        return State.TO_DO
     if evidence.was_never_queued:
         return State.TO_DO
     # It was queued or had begun, and is gone without a word.
@@ -285,17 +288,26 @@ def _state_after(last: Event, evidence: Evidence) -> State:
 
 def describe(state: State, evidence: Evidence) -> str:
     """What the table says beside a run's state."""
-    describe_state = {
-        State.RUNNING: _describe_running,
-        State.QUEUED: _describe_queued,
-        State.DEAD: _describe_dead,
-        State.STOPPED: _describe_stopped,
-        State.TO_DO: _describe_to_do,
-        State.UNKNOWN: _describe_unknown,
-        State.DONE: _describe_done,
-    }
-    parts = describe_state[state](evidence)
-    return "  ".join(part for part in parts if part)
+    return "  ".join(part for part in _parts(state, evidence) if part)
+
+
+def _parts(state: State, evidence: Evidence) -> list[str]:
+    """The parts of a description; mypy refuses this function if a state is missing."""
+    match state:
+        case State.RUNNING:
+            return _describe_running(evidence)
+        case State.QUEUED:
+            return _describe_queued(evidence)
+        case State.DEAD:
+            return _describe_dead(evidence)
+        case State.STOPPED:
+            return _describe_stopped(evidence)
+        case State.UNKNOWN:
+            return [evidence.reached]
+        case State.TO_DO:
+            return _describe_to_do(evidence)
+        case State.DONE:
+            return [last_metrics(evidence.run)]
 
 
 def _describe_running(evidence: Evidence) -> list[str]:
@@ -335,14 +347,6 @@ def _describe_to_do(evidence: Evidence) -> list[str]:
     if evidence.was_never_queued:
         return ["not queued: its launch ended before sbatch took it"]
     return [evidence.reached]
-
-
-def _describe_unknown(evidence: Evidence) -> list[str]:
-    return [evidence.reached]
-
-
-def _describe_done(evidence: Evidence) -> list[str]:
-    return [last_metrics(evidence.run)]
 
 
 def _why_pending(job: LiveJob, evidence: Evidence) -> str:
@@ -411,11 +415,11 @@ def last_metrics(run: Run) -> str:
 
 
 def table(plan: SweepPlan) -> str:
-    """The table with its summary line, most urgent states first, and why what is dead died."""
+    """The table with its summary line, in the order of `State`, and why what is dead died."""
     statuses, slurm = of_sweep(plan)
     lines = [_summary(plan, statuses), *_rows(statuses), *_others(plan)]
-    for alike in _alike([status for status in statuses if status.reason]):
-        lines += _describe_reason(alike)
+    for group in _with_same_cause([status for status in statuses if status.reason]):
+        lines += _describe_reason(group)
     lines += _describe_stuck(plan, slurm)
     advice = _advice(plan, statuses, slurm)
     if advice:
@@ -455,11 +459,11 @@ def _others(plan: SweepPlan) -> list[str]:
     others = [folder for folder in folders if folder.name not in planned]
     if not others:
         return []
-    done = sum(1 for folder in others if (folder / "DONE").exists())
+    done = sum(1 for folder in others if Run(folder).done)
     return [f"Also in this folder: {counted(len(others), 'run')}, {done} done"]
 
 
-def _alike(statuses: list[Status]) -> list[list[Status]]:
+def _with_same_cause(statuses: list[Status]) -> list[list[Status]]:
     """Runs in groups of the same reason and words, whatever the numbers in them."""
     groups: dict[tuple[str, ...], list[Status]] = {}
     for status in statuses:
@@ -469,10 +473,10 @@ def _alike(statuses: list[Status]) -> list[list[Status]]:
     return list(groups.values())
 
 
-def _describe_reason(alike: list[Status]) -> list[str]:
-    """Why the first of some runs died, or was refused, and the file that says more."""
-    first = alike[0]
-    count = f" (and {len(alike) - 1} more like it)" if len(alike) > 1 else ""
+def _describe_reason(group: list[Status]) -> list[str]:
+    """Why the first of these runs died, or was refused, and the file that says more."""
+    first = group[0]
+    count = f" (and {len(group) - 1} more like it)" if len(group) > 1 else ""
     lines = ["", f"{first.name}{count}: {first.reason}"]
     lines += [f"    | {line}" for line in first.lines]
     if first.file is not None:
@@ -505,7 +509,7 @@ def _advice(plan: SweepPlan, statuses: list[Status], slurm: SlurmView) -> str:
         return f"Fix the cause shown above, then type: {launch}"
     if State.STOPPED in states:
         return f"To go on: {launch}"
-    if slurm.live_jobs and None not in slurm.live_jobs:
+    if slurm.live_jobs and not slurm.has_collect_job:
         collect = cli_command("collect", plan.folder)
         return f"No collect job is queued; at the end: {collect}"
     return ""
