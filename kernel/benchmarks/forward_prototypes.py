@@ -14,8 +14,8 @@ of each token and tile, and a small one joins a token's tiles.
                          tokens each, so that one multiplies while the other exponentiates
 
 Gluon is Triton's language for layouts, shared memory and barriers by hand. It is experimental: this
-file is for Triton 3.6, and later ones have renamed what it calls. A variant that takes over a minute ends
-the program; the rows before it are printed by then.
+file is for Triton 3.6, and later ones have renamed what it calls. A variant that takes over a
+minute ends the program; the rows before it are printed by then.
 
 (Kernels take no Python types, so mypy lets functions without annotations pass in this file.)
 """

@@ -70,11 +70,10 @@ def block_smoothing_logit(logits, smoothing_target, entries, V, factor, RAGGED: 
     if smoothing_target is not None:
         u = tl.load(smoothing_target + entries, mask=entries < V, other=0.0)[None, :]
         # a forbidden entry, of logit −∞, may have no part in it
-        total = tl.sum(tl.where(u > 0, logits * u, 0.0), 1) * factor
+        weighted = tl.where(u > 0, logits * u, 0.0)
     else:
-        known = tl.where((entries < V)[None, :], logits, 0.0) if RAGGED else logits
-        total = tl.sum(known, 1) * factor
-    return total
+        weighted = tl.where((entries < V)[None, :], logits, 0.0) if RAGGED else logits
+    return tl.sum(weighted, 1) * factor
 
 
 @triton.jit
@@ -124,8 +123,8 @@ def forward_kernel(
 
         # Σ u z and the largest logit
         if smoothing_logit2 is not None:
-            total = block_smoothing_logit(logits, smoothing_target, entries, V, factor, RAGGED)
-            tl.store(smoothing_logit2 + place, total)
+            block_sum = block_smoothing_logit(logits, smoothing_target, entries, V, factor, RAGGED)
+            tl.store(smoothing_logit2 + place, block_sum)
         if RAGGED:
             logits = tl.where((entries < V)[None, :], logits, -float("inf"))
         if argmax is not None:  # token statistics
@@ -215,9 +214,9 @@ def finish_kernel(
 
     whole_top = tl.max(top, 0)
     shrink = tl.exp2(top - whole_top[None, :])
-    total = tl.sum(probability_sum * shrink, 0)
+    whole_sum = tl.sum(probability_sum * shrink, 0)
     label_logit2 = tl.load(label_logits + rows, mask=known, other=0.0) * LOG2E
-    token_lse2 = reference_logit2(label_logit2) + (whole_top + tl.log2(total))
+    token_lse2 = reference_logit2(label_logit2) + (whole_top + tl.log2(whole_sum))
     tl.store(lses + rows, tl.where(valid, token_lse2 / LOG2E, 0.0), mask=known)
     token_smoothing_logit2 = tl.sum(smoothing_logit, 0)
     tl.store(
@@ -226,7 +225,7 @@ def finish_kernel(
     if tile_offsets2 is not None:
         tl.store(offsets2 + rows, tl.where(valid, tl.max(offset, 0), 0.0), mask=known)
     if argmax is not None:
-        token_expected2 = tl.sum(expected * shrink, 0) / total
+        token_expected2 = tl.sum(expected * shrink, 0) / whole_sum
         tl.store(expectations + rows, tl.where(valid, token_expected2 / LOG2E, 0.0), mask=known)
         token_largest = tl.max(largest, 0)
         tl.store(tops + rows, tl.where(valid, token_largest / LOG2E, 0.0), mask=known)
@@ -381,7 +380,8 @@ def run_forward(
     if call.inputs.smoothing_target is None:  # the kernel has summed with weights of 1
         sums.smoothing_logit.div_(call.inputs.vocabulary)
     if call.inputs.shard is not None:
-        # `gather` has joined the labels' logits already.
+        # `merge_shards` adds the ranks' label logits up, which `gather` has done already. The losses
+        # take what `gather` has left in `tokens`, so that here each rank may have zeros.
         sums = sums._replace(label_logit=torch.zeros_like(sums.lse))
         sums = merge_shards(sums, call.inputs.shard)
     write_losses(call, tokens, sums, results)
