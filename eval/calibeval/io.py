@@ -11,6 +11,7 @@ They keep three promises:
 """
 
 import hashlib
+import io
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ __all__ = [
     "counted",
     "finish",
     "json_lines",
+    "open_to_write",
     "read_text",
     "reading",
     "sha256",
@@ -87,23 +89,67 @@ def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "w") -> Iterator[I
     """Open a temporary file beside `path` that becomes `path` only if the block succeeds.
 
     Folders above `path` are made. `mode` is "w" for UTF-8 text or "wb" for bytes. The contents
-    are on the disk before the name is; a file that cannot be written raises `InputError`.
+    are on the disk before the name is; a file that cannot be written raises `InputError`. What
+    else goes wrong in the block passes through.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    encoding = "utf-8" if mode == "w" else None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, mode, encoding=encoding) as file:
+        with _told_as_unwritten(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with open_to_write(temporary, mode, told_as=path) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(f"{path}: could not be written ({error.strerror or error})") from error
+            with _told_as_unwritten(path):
+                os.fsync(file.fileno())
+        with _told_as_unwritten(path):
+            os.replace(temporary, path)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def open_to_write(
+    path: Path, mode: Literal["w", "wb", "a"], told_as: Path | None = None
+) -> IO[Any]:
+    """Open a file as `open` does; where it cannot be written, `InputError` says so.
+
+    `told_as` is the file that the message names instead, such as the one that a temporary file is
+    to become. The error rises from the very write that fails. A handler around the whole of a
+    block that writes would tell a lost connection in it as a full disk.
+    """
+    buffered = io.BufferedWriter(_RawFile(path, mode.removesuffix("b"), told_as or path))
+    if mode == "wb":
+        return buffered
+    return io.TextIOWrapper(buffered, encoding="utf-8")
+
+
+class _RawFile(io.FileIO):
+    """The bytes of a file on their way to the disk, without a buffer."""
+
+    def __init__(self, path: Path, mode: str, told_as: Path):
+        self.told_as = told_as
+        with _told_as_unwritten(told_as):
+            super().__init__(path, mode)
+
+    def write(self, data: Any) -> int:
+        """Write some of the bytes, and say how many."""
+        with _told_as_unwritten(self.told_as):
+            return super().write(data)
+
+    def close(self) -> None:
+        """Close the file; some file systems tell only now that a write has failed."""
+        with _told_as_unwritten(self.told_as):
+            super().close()
+
+
+@contextmanager
+def _told_as_unwritten(path: Path) -> Iterator[None]:
+    """Turn an error of the operating system into "could not be written" of a file."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: could not be written ({error.strerror or error})") from error
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -10,6 +10,8 @@ import sys
 import pytest
 from made_records import LETTERS, table, write_rows
 
+from calibeval.io import atomic_write
+
 
 def drop_a_choice(rows):
     del rows[3][2]
@@ -151,6 +153,14 @@ def test_a_disk_that_fills_leaves_nothing_half_written(tmp_path):
     )
     assert "InputError" in done.stderr
     assert "could not be written (File too large)" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", ["w", "wb"])
+def test_what_fails_while_a_file_is_written_is_not_told_of_the_file(tmp_path, mode):
+    """A reset connection was "could not be written"."""
+    with pytest.raises(ConnectionResetError), atomic_write(tmp_path / "r.jsonl", mode):
+        raise ConnectionResetError("the other side is gone")
     assert not list(tmp_path.iterdir())
 
 
