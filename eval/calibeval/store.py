@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from calibeval import records
-from calibeval.io import InputError, write_text
+from calibeval.io import InputError, open_to_write, write_text
 from calibeval.records import RawRecord, Record
 from calibeval.validation import checked
 
-# Settings that choose questions and examples are not compared: two choices may come to the same,
-# and the digest of all prompts tells whether they do. Two paths may be of the same chat template,
-# and the digest of its text tells whether they are.
-COMPARED_BY_DIGEST = (
+ENGINE_SETTINGS = "engine_settings"
+# The settings of the engines that made the first records, where another has made the last ones.
+EARLIER_ENGINES = "earlier_engine_settings"
+
+# How settings are compared: what does not change a record may be said in several ways.
+#
+# Of these, which choose questions and examples, two values may come to the same; whether they do,
+# the digest of all prompts tells. Two paths may be of the same chat template, and the digest of its
+# text tells whether they are. So they are not compared.
+TOLD_BY_DIGESTS = (
     "data",
     "split",
     "shots",
@@ -29,8 +35,17 @@ COMPARED_BY_DIGEST = (
     "limit",
     "chat_template",
 )
-# The settings of the engines that made the first records, where another has made the last ones.
-EARLIER_ENGINES = "earlier_engine_settings"
+# These are compared where the digests differ, or are not known, and are the better message then.
+# Otherwise they say the same: one task file by two paths, or `turns` where that is the default.
+NAMED_IF_DIGESTS_DIFFER = ("task", "few_shot", "system", "language")
+# All that decides a record besides the weights and the engine; see `scoring._settings_of_items`.
+DIGESTS = (
+    "normalise",
+    "chat_template_sha256",
+    "prompts_sha256",
+    "ids_sha256",
+    "tokens_sha256",
+)
 # Settings that sidecars of earlier versions lack; what these were made with is not known then.
 OF_LATER_VERSIONS = ("normalise", "chat_template_sha256", "ids_sha256", "tokens_sha256")
 # What differs where a digest does, if it has no setting of its own to be told by.
@@ -39,6 +54,8 @@ DIFFERENCES = {
     "ids_sha256": "other ids or subjects of the same questions",
     "tokens_sha256": "other token ids of the same prompts, as another tokenizer gives",
 }
+# What scoring writes into each record, though a record of another program need not have it.
+WRITTEN_BY_SCORING = ("model", "versions")
 
 
 class Store:
@@ -51,34 +68,41 @@ class Store:
     def __init__(self, out: Path, settings: Mapping[str, Any]):
         self.out = out
         self.part = part_of(out)
+        # As they go into the sidecar: what is wanted, and the engines that have made the records.
         self.settings = dict(settings)
-        # Of a part beside a whole file the whole one is returned, so it does not matter which of
-        # the two has told the engine's settings.
-        for file in (self.out, self.part):
-            if file.exists():
-                earlier = earlier_settings(file)
-                known = {**_settings_of_records(file), **earlier}
-                _refuse_other_settings(known, settings, file)
-                self.settings["engine_settings"] = earlier.get("engine_settings")
-                if EARLIER_ENGINES in earlier:
-                    self.settings[EARLIER_ENGINES] = earlier[EARLIER_ENGINES]
+        # A part beside a whole file is left over from a kill between two steps of `finish`.
+        existing = self.out if self.out.exists() else self.part
+        if not existing.exists():
+            return
+        of_sidecar = earlier_settings(existing)
+        # The records tell some of what the sidecars of earlier versions lack.
+        earlier = {**_settings_of_records(existing), **of_sidecar}
+        _refuse_other_settings(earlier, settings, existing)
+        self.settings[ENGINE_SETTINGS] = of_sidecar.get(ENGINE_SETTINGS)
+        if EARLIER_ENGINES in of_sidecar:
+            self.settings[EARLIER_ENGINES] = of_sidecar[EARLIER_ENGINES]
 
     def finished(self) -> dict[str, RawRecord]:
         """The whole records of what was made so far, by the question's id.
 
         All have the first one's name of the model: the digest of the weights, which the settings
-        hold, has told that another path leads to the same model.
+        hold, has told that another path leads to the same model. A record that scoring did not
+        write raises `InputError`.
         """
         if not self.part.exists():
             return {}
         rows: dict[str, RawRecord] = {}
         model: str | None = None
         for record, row in _whole_records(self.part):
+            for key in WRITTEN_BY_SCORING:
+                if key not in row:
+                    raise InputError(
+                        f"{self.part}, question {record.id}: no {key!r}, which scoring writes into "
+                        "every record; delete that line, and its question is scored again"
+                    )
             if model is None:
                 model = record.model
-            if "model" in row:
-                row["model"] = model
-            rows.setdefault(record.id, row)
+            rows.setdefault(record.id, {**row, "model": model})
         if rows:
             self._refuse_rows_of_two_scorings(rows.values())
         return rows
@@ -92,30 +116,31 @@ class Store:
         were made with another value of a setting in `decisive_names`, `InputError` names both.
         Where another setting differs, such as the device, the sidecar tells both engines.
         """
-        earlier = self.settings.get("engine_settings") or {}
+        earlier = self.settings.get(ENGINE_SETTINGS) or {}
         # An earlier version of the engine may not have written all of them.
         decisive = {name: engine_settings[name] for name in decisive_names if name in earlier}
         _refuse_other_settings(earlier, decisive, self.part)
         if earlier and earlier != engine_settings:
             self.settings[EARLIER_ENGINES] = [*self.settings.get(EARLIER_ENGINES, []), earlier]
-        self.settings["engine_settings"] = engine_settings
+        self.settings[ENGINE_SETTINGS] = engine_settings
         write_text(records.sidecar(self.part), json.dumps({"settings": self.settings}, indent=1))
 
     @contextmanager
     def appending(self) -> Iterator[Callable[[RawRecord], None]]:
-        """Yield a function that keeps a finished record; `InputError` where it is none."""
-        try:
-            with open(self.part, "a", encoding="utf-8") as file:
-                print(file=file)  # what a kill has cut short stays a line of its own
+        """Yield a function that keeps a finished record; `InputError` where it is none.
 
-                def append(row: RawRecord) -> None:
-                    checked(Record, row, f"question {row['id']}")
-                    # In ASCII: ids may hold U+2028, which would end the line elsewhere.
-                    print(json.dumps(row), file=file, flush=True)
+        A record that cannot be written raises `InputError` as well. What else goes wrong in the
+        block, as an engine's error does, passes through.
+        """
+        with open_to_write(self.part, "a") as file:
+            print(file=file)  # what a kill has cut short stays a line of its own
 
-                yield append
-        except OSError as error:
-            raise InputError(f"{self.part}: could not be written ({error.strerror})") from error
+            def append(row: RawRecord) -> None:
+                checked(Record, row, f"question {row['id']}")
+                # In ASCII: ids may hold U+2028, which would end the line elsewhere.
+                print(json.dumps(row), file=file, flush=True)
+
+            yield append
 
     def finish(self, rows: list[RawRecord], about: Mapping[str, Any]) -> None:
         """Write the final file and its sidecar, and drop the part.
@@ -180,18 +205,50 @@ def _refuse_other_settings(
     earlier: Mapping[str, Any], wanted: Mapping[str, Any], file: Path
 ) -> None:
     """Raise `InputError` where settings differ, naming the first with both values."""
-    for key, value in wanted.items():
-        if key in COMPARED_BY_DIGEST or earlier.get(key) == value:
-            continue
-        if key in OF_LATER_VERSIONS and key not in earlier:
-            continue
-        if key in DIFFERENCES:
-            difference = DIFFERENCES[key]
-        elif key == "chat_template_sha256":
-            difference = _difference_of_chats(earlier, wanted)
-        else:
-            difference = f"{key} {earlier.get(key)!r} (now {value!r})"
-        raise InputError(f"{file}: was made with {difference}; delete it, or give another --out")
+    for key in wanted:
+        if not _says_the_same(key, earlier, wanted):
+            difference = _difference(key, earlier, wanted)
+            raise InputError(
+                f"{file}: was made with {difference}; delete it, or give another --out"
+            )
+
+
+def _says_the_same(key: str, earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a setting lets the records be what they were, as far as it alone decides."""
+    value = wanted[key]
+    if key in TOLD_BY_DIGESTS or earlier.get(key) == value:
+        return True
+    if key in OF_LATER_VERSIONS:
+        return key not in earlier
+    if key in NAMED_IF_DIGESTS_DIFFER:
+        return _has_same_digests(earlier, wanted)
+    if key == "revision":  # a branch is the commit that it leads to, which the digest is
+        digest = wanted.get("model_digest")
+        return digest is not None and digest == earlier.get("model_digest")
+    if key == "dtype":  # "auto" has come to a precision when the engine was loaded
+        return value == (earlier.get(ENGINE_SETTINGS) or {}).get("dtype")
+    return False
+
+
+def _has_same_digests(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether all digests are known, and the same."""
+    for key in DIGESTS:
+        if key not in earlier or key not in wanted or earlier[key] != wanted[key]:
+            return False
+    return True
+
+
+def _difference(key: str, earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """How two scorings differ in a setting, for a message."""
+    if key in DIFFERENCES:
+        return DIFFERENCES[key]
+    if key == "chat_template_sha256":
+        return _difference_of_chats(earlier, wanted)
+    first = earlier.get(key)
+    second = wanted[key]
+    if key == "dtype" and second == "auto":
+        return f"dtype {first!r} (now 'auto', which may be another; --dtype {first} goes on)"
+    return f"{key} {first!r} (now {second!r})"
 
 
 def _difference_of_chats(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

@@ -113,6 +113,8 @@ def test_a_damaged_file_is_refused(command, tmp_path, run, refused):
     assert f"error: {out}, line 60: not JSON" in refused(*command)
 
 
+# As scoring makes them: the model and the packages' versions are in every record.
+SCORED = {**LETTERS, "model": "a-model", "versions": {"calibeval": "0.1.0"}}
 BFLOAT16 = {"engine": "transformers", "device": "H100", "dtype": "bfloat16", "batch_size": 16}
 DECISIVE = ("engine", "dtype", "head_dtype")
 
@@ -123,7 +125,7 @@ def store(tmp_path):
     first = Store(tmp_path / "r.jsonl", {"dtype": "auto"})
     first.keep_engine_settings(BFLOAT16, DECISIVE)
     with first.appending() as append:
-        append(LETTERS)
+        append(SCORED)
     return Store(tmp_path / "r.jsonl", {"dtype": "auto"})
 
 
@@ -154,7 +156,7 @@ def test_a_sidecar_tells_every_engine_of_its_records(store, tmp_path):
     last = {**BFLOAT16, "device": "H200"}
     again = Store(tmp_path / "r.jsonl", {"dtype": "auto"})
     again.keep_engine_settings(last, DECISIVE)
-    again.finish([LETTERS], {})
+    again.finish([SCORED], {})
     settings = json.loads((tmp_path / "r.jsonl.meta.json").read_text())["settings"]
     assert settings["engine_settings"] == last
     assert settings["earlier_engine_settings"] == [BFLOAT16, cpu]
@@ -247,24 +249,128 @@ def test_records_that_do_not_belong_together_never_replace_anything(tmp_path):
     """The only copy to go on from stays where the whole cannot be read."""
     store = Store(tmp_path / "r.jsonl", {"dtype": "auto"})
     store.keep_engine_settings(BFLOAT16, DECISIVE)
-    other = {**LETTERS, "id": "a/1", "chat_template": "f00"}
+    other = {**SCORED, "id": "a/1", "chat_template": "f00"}
     with store.appending() as append:
-        append(LETTERS)
+        append(SCORED)
         append(other)
     kept = (tmp_path / "r.jsonl.part").read_bytes()
     message = r"part, question a/1: chat_template 'f00' after None; .*; delete .*r\.jsonl\.part, or"
     with pytest.raises(InputError, match=message):
-        store.finish([LETTERS, other], {})
+        store.finish([SCORED, other], {})
     with pytest.raises(InputError, match=message):
         Store(tmp_path / "r.jsonl", {"dtype": "auto"}).finished()
     assert (tmp_path / "r.jsonl.part").read_bytes() == kept
     assert not (tmp_path / "r.jsonl").exists()
 
 
+@pytest.mark.parametrize("key", ["model", "versions"])
+def test_a_record_that_scoring_did_not_write_is_refused(command, tmp_path, refused, interrupted, key):
+    """It ended in a traceback: KeyError."""
+    interrupted(18, command)
+    part = tmp_path / "r.jsonl.part"
+    rows = read_lines(part)
+    del rows[3][key]
+    write_lines(part, rows)
+    kept = part.read_bytes()
+    expected = f"r.jsonl.part, question {rows[3]['id']}: no {key!r}, which scoring writes into every"
+    assert expected in refused(*command)
+    assert part.read_bytes() == kept
+
+
+def test_an_engines_error_is_not_told_as_the_disks(store):
+    """A reset connection was "r.jsonl.part: could not be written"."""
+    with pytest.raises(ConnectionResetError), store.appending():
+        raise ConnectionResetError("vLLM's process is gone")
+    assert list(store.finished()) == ["a/0"]
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from calibeval.store import Store
+
+row = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
+store = Store(Path(sys.argv[1]), {})
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+with store.appending() as append:
+    for number in range(100):
+        append({**row, "id": str(number)})
+"""
+
+
+def test_a_full_disk_is_told_of_the_part(tmp_path):
+    """A limit on file size fails a write part-way, as a full disk does."""
+    out = tmp_path / "r.jsonl"
+    code = [sys.executable, "-c", FULL_DISK, str(out)]
+    done = subprocess.run(code, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last == f"calibeval.io.InputError: {out}.part: could not be written (File too large)"
+
+
+# --- Settings that say the same, and those that do not ---
+
+
+def test_a_tasks_file_may_be_named_by_another_path(own_task, tmp_path, run, interrupted):
+    file, command = own_task
+    interrupted(2, command)
+    same = f"{file.parent}/./{file.name}"
+    assert "2/4" in run(*command, "--task", same).err
+    assert "complete already" in run(*command, "--task", same).err
+
+
+def test_a_precision_that_auto_has_come_to_is_the_same(command, run, interrupted):
+    """On a CPU auto is float32."""
+    interrupted(18, command)
+    assert "18/60" in run(*command, "--dtype", "float32").err
+    assert "complete already" in run(*command, "--dtype", "float32").err
+
+
+def test_examples_are_turns_unless_said_otherwise(command, tmp_path, run, refused, interrupted):
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHAT)
+    command += ["--chat-template", template]
+    interrupted(18, command)
+    assert "18/60" in run(*command, "--few-shot", "turns").err
+    assert "complete already" in run(*command, "--few-shot", "turns").err
+    message = refused(*command, "--few-shot", "one_turn")
+    assert "r.jsonl: was made with few_shot 'turns' (now 'one_turn')" in message
+
+
+COMMIT = {"model_digest": "0123abcd", "engine": "transformers", "dtype": "auto"}
+
+
+def test_a_revision_of_the_same_commit_is_the_same(tmp_path):
+    """`main` and none are, until the hub has another commit of it."""
+    first = Store(tmp_path / "r.jsonl", {**COMMIT, "revision": None})
+    first.keep_engine_settings(BFLOAT16, DECISIVE)
+    with first.appending() as append:
+        append(SCORED)
+    again = Store(tmp_path / "r.jsonl", {**COMMIT, "revision": "main"})
+    assert list(again.finished()) == ["a/0"]
+    with pytest.raises(InputError, match=r"model_digest '0123abcd' \(now '4567'\)"):
+        Store(tmp_path / "r.jsonl", {**COMMIT, "model_digest": "4567", "revision": "main"})
+    unknown = {**COMMIT, "model_digest": None}
+    first = Store(tmp_path / "s.jsonl", {**unknown, "revision": None})
+    first.keep_engine_settings(BFLOAT16, DECISIVE)
+    with first.appending() as append:
+        append(SCORED)
+    with pytest.raises(InputError, match=r"revision None \(now 'main'\)"):
+        Store(tmp_path / "s.jsonl", {**unknown, "revision": "main"})
+
+
+def test_what_a_sidecar_without_digests_says_is_compared(own_task, tmp_path, interrupted, refused):
+    """Nothing else then tells whether two paths are of one task."""
+    file, command = own_task
+    interrupted(2, command)
+    forget_new_settings(tmp_path / "r.jsonl.part.meta.json")
+    same = f"{file.parent}/./{file.name}"
+    assert f"was made with task '{file}' (now '{same}')" in refused(*command, "--task", same)
+
+
 def test_a_record_that_nothing_could_read_is_not_kept(tmp_path):
     store = Store(tmp_path / "r.jsonl", {"dtype": "auto"})
     with store.appending() as append, pytest.raises(InputError, match="question a/0: label is 7, "):
-        append({**LETTERS, "label": 7})
+        append({**SCORED, "label": 7})
     assert not read_lines(tmp_path / "r.jsonl.part")
 
 

@@ -1,6 +1,7 @@
 """MMLU, HellaSwag, ARC and users' own files: what is asked, and the prompts byte for byte."""
 
 import json
+import re
 
 import pandas as pd
 import pytest
@@ -398,6 +399,35 @@ def test_a_files_name_may_have_a_variables_name_in_it(tmp_path):
     examples = write_lines(tmp_path / "examples.jsonl", [{**row, "question": "shown"}])
     (subject,) = load(str(task), tmp_path / "data", shots=1, examples=str(examples))
     assert [question.text for question in subject.questions] == ["q", "r"]
+
+
+def test_a_file_is_chosen_by_language_without_a_configuration_too(tmp_path):
+    """`{{ language }}` in the files' name alone: --language was refused, and None was read."""
+    task = tmp_path / "own.yaml"
+    task.write_text("data: {files: '{{ language }}-{{ split }}.jsonl'}\n")
+    write_lines(tmp_path / "de-test.jsonl", [SKY])
+    (subject,) = load(str(task), tmp_path, language="de")
+    assert len(subject.questions) == 1
+    with pytest.raises(InputError, match="is by language; give --language"):
+        load(str(task), tmp_path)
+
+
+def test_ids_that_two_subjects_files_share_are_refused_before_scoring(tmp_path):
+    """One answer took the other's place, and `finish` refused it when all was scored."""
+    task = tmp_path / "own.yaml"
+    files = "data: {files: '{{ subject }}_{{ split }}.jsonl'}\n"
+    task.write_text(files)
+    rows = [{**SKY, "id": str(number)} for number in range(2)]
+    for subject in ("a", "b"):
+        write_lines(tmp_path / f"{subject}_test.jsonl", rows)
+    expected = f"{tmp_path}: id '0' is of a question of subject 'a' and of one of 'b'; ids must be"
+    with pytest.raises(InputError, match=re.escape(expected)) as raised:
+        load(str(task), tmp_path)
+    remedy = str(raised.value).rpartition("write `")[2].rstrip("`")
+    task.write_text(f"{files}{remedy}\n")
+    subjects = load(str(task), tmp_path)
+    ids = [question.id for subject in subjects for question in subject.questions]
+    assert ids == ["a/0", "a/1", "b/0", "b/1"]
 
 
 @pytest.mark.parametrize(
