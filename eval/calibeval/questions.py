@@ -45,7 +45,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Headers:
-    """What stands before a subject's examples, by the way of scoring."""
+    """What stands before a subject's examples, by the way of scoring: filled templates."""
 
     letters: str
     letters_in_chat: str
@@ -64,7 +64,11 @@ class Subject:
 
 
 class QuestionRow(BaseModel, strict=True):
-    """A row of a user's own file, into which the rows of other data are turned as well."""
+    """A row of a user's own file, into which the rows of other data are turned as well.
+
+    A task's file may make each key from a row's columns: `task_files.RowTemplates` has the same
+    keys.
+    """
 
     question: Text
     choices: Annotated[Seq[Text], Field(min_length=2, max_length=len(LETTERS))]

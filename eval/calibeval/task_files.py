@@ -175,7 +175,7 @@ class DataSource(_TemplatesInside):
     """The hub's configuration; `{{ language }}` is what `--language` gives."""
     files: Jinja = Template("{{ split }}.jsonl")
     """Of a folder: the name of a split's file (.jsonl or .csv), or with `{{ subject }}` of each
-    subject's."""
+    subject's; `{{ language }}` is what `--language` gives."""
     columns: Seq[str] | None = None
     """Of CSV files that have no line of headings."""
     optional: Seq[str] = ()
@@ -191,7 +191,10 @@ class DataSource(_TemplatesInside):
     @property
     def has_languages(self) -> bool:
         """Whether the data are chosen by a language."""
-        return self.config is not None and "language" in self.config.variables
+        templates = [self.files]
+        if self.config is not None:
+            templates.append(self.config)
+        return any("language" in template.variables for template in templates)
 
 
 class RowTemplates(_TemplatesInside):
@@ -239,7 +242,7 @@ class RowTemplates(_TemplatesInside):
         return f"[{', '.join(part.text for part in template)}]"
 
 
-class Examples(Strict):
+class ExamplesRule(Strict):
     """Where few-shot examples come from, unless `--examples` names a file."""
 
     split: str | None = None
@@ -247,11 +250,14 @@ class Examples(Strict):
     of_subject: Literal["always", "where_it_has_any", "never"] = "where_it_has_any"
     """Whether a question's examples are of its own subject."""
     asked_file_will_do: bool = False
-    """Where the split's file is not there, the first of the asked questions are the examples."""
+    """Where a folder lacks the split's file, the first of the asked questions are the examples."""
 
 
 class HeaderTemplates(_TemplatesInside):
-    """What stands before the examples; `topic` and `subject` are variables."""
+    """What stands before the examples, as `questions.Headers` when the variables are filled in.
+
+    `topic` and `subject` are variables.
+    """
 
     letters: Jinja = Template(
         # The official formatter puts a space before each word, after one of its own.
@@ -271,7 +277,7 @@ class TaskFile(_TemplatesInside):
     other_split: str | None = None
     """One to choose and to fit on."""
     row: RowTemplates = RowTemplates()
-    examples: Examples = Examples()
+    examples: ExamplesRule = ExamplesRule()
     topic: Jinja = Template("{{ subject | replace('_', ' ') }}")
     headers: HeaderTemplates = HeaderTemplates()
     scoring: ScoringName = "letters"

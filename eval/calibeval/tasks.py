@@ -110,8 +110,9 @@ class _Reader:
     def subjects(self) -> Iterator[Subject]:
         """All subjects, in alphabetical order."""
         self._refuse_options_without_use()
-        split = self.task.split or self.task_file.split
-        questions = _by_subject(self._questions(self.task.data, split))
+        asked = self._asked_questions()
+        self._refuse_ids_twice(asked)
+        questions = _by_subject(asked)
         examples: list[Question] = []
         if self.task.shots or self.task.examples:
             examples = self._examples()
@@ -144,6 +145,22 @@ class _Reader:
         if task.language is not None and not source.has_languages:
             raise InputError(f"--language {task.language}: {task.task} has one language")
 
+    def _refuse_ids_twice(self, questions: list[Question]) -> None:
+        """Raise `InputError` where two files of a task have an id in common.
+
+        Records are known by their id, so one answer would take the other's place.
+        """
+        subject_of_id: dict[str, str] = {}
+        for question in questions:
+            if question.id in subject_of_id:
+                raise InputError(
+                    f"{self.task.data}: id {question.id!r} is of a question of subject "
+                    f"{subject_of_id[question.id]!r} and of one of {question.subject!r}; ids must "
+                    "be unique in a task; in its task file write "
+                    "`row: {id: '{{ subject }}/{{ id }}'}`"
+                )
+            subject_of_id[question.id] = question.subject
+
     def _headers(self, variables: dict[str, str]) -> Headers:
         templates = self.task_file.headers
         letters = self._filled("headers.letters", templates.letters, variables)
@@ -172,27 +189,34 @@ class _Reader:
     def _examples(self) -> list[Question]:
         """All examples, in the data's order."""
         if self.task.examples:
-            return self._questions(self.task.examples, "")
+            return self._file_questions(Path(self.task.examples))
         split = self.task_file.examples.split
         if split is None:
             raise InputError(
                 f"{self.task.task}: {counted(self.task.shots, 'solved example')} before each "
                 "question, and it has none of its own; give --examples FILE, or --shots 0"
             )
-        asked = Path(self.task.data)
-        if asked.is_dir() or self.task.data.startswith(HUB):
-            if self._lacks_examples(asked, split):
-                split = self.task.split or self.task_file.split
-            return self._questions(self.task.data, split)
-        if self._lacks_examples(asked.parent, split):
-            return self._questions(self.task.data, "")
-        return self._questions(str(asked.with_name(self._file_name(split))), "")
+        data = self.task.data
+        if data.startswith(HUB):
+            return self._questions(data, split)
+        path = Path(data)
+        folder = path if path.is_dir() else path.parent
+        if self._asked_questions_are_examples(folder, split):
+            return self._asked_questions()
+        if path.is_dir():
+            return self._questions(data, split)
+        return self._file_questions(folder / self._file_name(split))
 
-    def _lacks_examples(self, folder: Path, split: str) -> bool:
-        """Whether the asked questions must give the examples, since a folder lacks their file."""
+    def _asked_questions_are_examples(self, folder: Path, split: str) -> bool:
+        """Whether the first of the asked questions serve as examples.
+
+        They do where the task's file allows it (`asked_file_will_do`) and the folder has no file of
+        the examples' split.
+        """
         if not self.task_file.examples.asked_file_will_do or not folder.is_dir():
             return False
-        return not (folder / self._file_name(split)).is_file() and not _is_hub_folder(folder)
+        has_split = (folder / self._file_name(split)).is_file() or _is_hub_folder(folder)
+        return not has_split
 
     def _examples_of(self, subject: str, examples: list[Question]) -> list[Question]:
         """The examples that stand before a subject's questions."""
@@ -203,6 +227,10 @@ class _Reader:
         return examples
 
     # --- Questions ---
+
+    def _asked_questions(self) -> list[Question]:
+        """The questions that the task asks, in the data's order."""
+        return self._questions(self.task.data, self.task.split or self.task_file.split)
 
     def _questions(self, data: str, split: str) -> list[Question]:
         """The questions of a file, or of a split of a folder or of the hub, in the data's order."""
@@ -216,6 +244,10 @@ class _Reader:
             if not file.is_file() and _is_hub_folder(path):
                 return self._hub_questions(data, split)
             path = file
+        return self._file_questions(path)
+
+    def _file_questions(self, path: Path) -> list[Question]:
+        """The questions of one file, in its order."""
         return questions_from_rows(self._file_rows(path), path, self.task_file.row, self.task.task)
 
     def _folder_questions(self, folder: Path, split: str) -> list[Question]:
