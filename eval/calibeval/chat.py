@@ -1,11 +1,22 @@
 """Chat templates: a question as a user's turn, its answer as the beginning of the assistant's.
 
-    system      the system text, then the task's header; no turn where there is neither, though
-                some templates write a system text of their own then
-    user        an example's question     \\  or all of them, and the question, in one
-    assistant   the example's answer      /   user's turn
+The turns where `few_shot` is "turns":
+
+    system      the system text, then the task's header
+    user        an example's question
+    assistant   the example's answer
+    …           the other examples, two turns each
     user        the question
     assistant   (the answer is read here)
+
+and where it is "one_turn":
+
+    system      the system text, then the task's header
+    user        all examples with their answers, then the question
+    assistant   (the answer is read here)
+
+Without system text and header there is no system turn, though some templates write a system text
+of their own then.
 
 The turns are those of lm-evaluation-harness's `--apply_chat_template`, byte for byte.
 """
@@ -76,7 +87,7 @@ class ChatFormat:
         lm-evaluation-harness.
         """
         turns = []
-        system = joined(self.system or "", header)
+        system = as_paragraphs(self.system or "", header)
         if system and self.takes_system:
             turns.append(_turn("system", system))
         if self.few_shot == "one_turn":
@@ -140,7 +151,7 @@ def of_task(task: Task, tokenizer: "PreTrainedTokenizerBase") -> ChatFormat | No
     return chat
 
 
-def joined(first: str, second: str) -> str:
+def as_paragraphs(first: str, second: str) -> str:
     """Two texts as paragraphs, without a gap where either has its own."""
     if not first or not second:
         return first + second

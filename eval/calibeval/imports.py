@@ -12,7 +12,10 @@ out, counted and said: a letter that stands in them somewhere is none. Of severa
 counts.
 
 To add a program, write a function that reads its log as a `Log`, and a `LogFormat` of it that
-`format_of` chooses.
+`format_of` chooses: by the end of the file's name, so two programs that both write .json would have
+to be told apart by what is in the file. What a row must hold is `records.Record`'s to say; one
+without `scoring` is of letters. The help of `import` in `__main__`, the error of `read_lm_eval` and
+the page of this folder name the programs too.
 """
 
 import hashlib
@@ -285,21 +288,25 @@ def _digits_are_texts(samples: list[dict[str, Any]]) -> bool:
     It leaves them a text where a task's own function returns them, and logs both alike. A file is
     of such a task if some `acc` contradicts the indices and none contradicts the texts.
     """
-    contradicts_indices = False
+    agrees_with_texts: list[bool] = []
+    agrees_with_indices: list[bool] = []
     for sample in samples:
         with suppress(*NOT_A_SAMPLE):  # the reader of each sample says what is wrong with it
             target = str(sample["target"])
-            scores = [float(score) for score, _ in sample["filtered_resps"]]
             texts = [request["arg_1"].strip() for request in sample["arguments"].values()]
-            if not target.isdecimal() or target not in texts:
-                continue
-            chosen = scores.index(max(scores))
-            was_right = bool(sample["acc"])
-            if was_right != (chosen == texts.index(target)):
-                return False
-            if was_right != (chosen == int(target)):
-                contradicts_indices = True
-    return contradicts_indices
+            if target.isdecimal() and target in texts:
+                agrees_with_text = _acc_agrees(sample, texts.index(target))
+                agrees_with_index = _acc_agrees(sample, int(target))
+                agrees_with_texts.append(agrees_with_text)
+                agrees_with_indices.append(agrees_with_index)
+    return all(agrees_with_texts) and not all(agrees_with_indices)
+
+
+def _acc_agrees(sample: dict[str, Any], label: int) -> bool:
+    """Whether the sample's `acc` is what it would be if `label` were the right choice's index."""
+    logprobs = [float(logprob) for logprob, _ in sample["filtered_resps"]]
+    chosen = logprobs.index(max(logprobs))
+    return bool(sample["acc"]) == (chosen == label)
 
 
 def lm_eval_row(

@@ -8,8 +8,15 @@
 In a chat (`calibeval.chat`) the same texts are turns, and the answer, which begins the assistant's
 turn, has no space before it; the header is lm-evaluation-harness's.
 
-To add a way of scoring, derive a class from `ScoringMode`, put it into `SCORING_MODES` below, and
-add its name to `task_files.ScoringName` and to `scoring` of `records.Record`.
+To add a way of scoring:
+
+- derive a class from `ScoringMode`, and put it into `SCORING_MODES` below;
+- add its name to `task_files.ScoringName` and to `scoring` of `records.Record`, whose rules say
+  what a record of it must have;
+- give it a header, in `task_files.HeaderTemplates`, `questions.Headers` and `tasks._Reader`;
+- look at what else asks whether a scoring is "letters" or "continuation": `scoring.make_record` and
+  `records.joined` (the letters' mass), `tasks.normalization` and `comparable.same_normaliser`
+  (lengths that texts are divided by), and the summary of `__main__`.
 """
 
 import hashlib
@@ -42,7 +49,7 @@ class Prompt:
     shots: int
     endings: tuple[str, ...] = ()  # empty where letters follow
     separator: str = " "  # between the text and an answer; in a chat none
-    chat_template: str | None = None  # digest of the template; None where there is no chat
+    chat_template_sha256: str | None = None  # of the template's text; None where there is no chat
 
     @property
     def sha256(self) -> str:
@@ -83,7 +90,10 @@ class ScoringMode(ABC):
     def build(
         cls, subject: Subject, question: Question, shots: int, chat: ChatFormat | None = None
     ) -> Prompt:
-        """Header, the first `shots` examples with their answers, the question up to its answer."""
+        """Header, the first `shots` examples with their answers, the question up to its answer.
+
+        No tokenizer is needed, unless the `chat` has one.
+        """
         header = cls.header(subject, chat is not None)
         strips = chat is not None and subject.strips_in_chat
         examples = [
@@ -98,7 +108,9 @@ class ScoringMode(ABC):
                 text += f"{example.question} {example.answer}{PARAGRAPH}"
             return Prompt(question, text + asked, shots, endings)
         text = chat.prompt(header, examples, asked)
-        return Prompt(question, text, shots, endings, separator="", chat_template=chat.sha256)
+        return Prompt(
+            question, text, shots, endings, separator="", chat_template_sha256=chat.sha256
+        )
 
     @staticmethod
     @abstractmethod
@@ -133,7 +145,10 @@ class ScoringMode(ABC):
         """What a question's record holds because it was asked in this way."""
 
     def adds_start_token(self, prompts: Sequence[Prompt]) -> bool:
-        """Whether the tokenizer puts its start token before the prompts: the template may have."""
+        """Whether the tokenizer puts its start token before the prompts: the template may have.
+
+        All prompts of a chat come from one template, so the first tells of all.
+        """
         if self.chat is None or not prompts:
             return True
         return not self.chat.begins_with_start_token(prompts[0].text)

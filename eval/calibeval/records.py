@@ -22,16 +22,13 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_valida
 
 from calibeval.io import InputError, counted, json_lines, read_text, write_text
 from calibeval.validation import Unicode, checked
+from calibeval.validation import is_unicode as is_unicode  # `calibeval.index` has it from here
 
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
 # dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
 MOST_PROBABILITY = 1.01
-ALIKE = (
-    "scoring",
-    "normalise",
-    "model",
-    "chat_template",
-)  # keys that are the same in all records of a file
+# Keys that are the same in all records of a file.
+ALIKE = ("scoring", "normalise", "model", "chat_template")
 # Beyond the least there is no model's: squares of such numbers would overflow.
 LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
 MASS_TOLERANCE = 0.01  # of letters' mass, for the same rounding
@@ -91,15 +88,6 @@ class Record(BaseModel, strict=True):
         if self.scoring != "continuation" or lengths is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
         return [score / length for score, length in zip(self.logprobs, lengths, strict=True)]
-
-
-def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can write the text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -246,7 +234,11 @@ def _letter_mass(row: Record) -> float:
 
 
 def prompts_digest(prompts: Iterable[tuple[str | None, int]]) -> str:
-    """Return the SHA-256 of what was asked, from each prompt's digest and right answer."""
+    """Return the SHA-256 of what was asked, from each prompt's digest and right answer.
+
+    It depends on their order. `prompts_sha256` of a sidecar is of the file's order, that of an
+    `Evaluation` of the order of the ids, so that files in other orders can be compared.
+    """
     total = hashlib.sha256()
     for digest, label in prompts:
         total.update(f"{digest} {label}\n".encode())

@@ -67,7 +67,7 @@ class Task(Strict):
     limit: Positive | None = None
     """How many questions of each subject are asked, from the first; null asks all."""
     examples: str | None = None
-    """File of solved examples; a task with a file a subject, as MMLU's, takes its own split's."""
+    """File of solved examples; tasks with a file for each subject, such as mmlu, take their own."""
     chat_template: str | None = None
     """Chat template to ask with: `tokenizer` takes the model's, FILE.jinja a file; null: none."""
     few_shot: FewShotForm | None = None

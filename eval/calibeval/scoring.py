@@ -49,13 +49,18 @@ BAR_SECONDS = 0.5  # between two updates of the progress bar
 
 @dataclass(frozen=True)
 class Item:
-    """A question, what an engine is asked of it, and how its users compare the answers."""
+    """A question, what an engine is asked of it, and how the task's users compare the answers."""
 
     prompt: Prompt
     job: Job
     scoring: ScoringName
     normalise: Normalization
     truncated: int  # tokens cut from the left
+
+    @property
+    def id(self) -> str:
+        """The question's id, by which its record is known."""
+        return self.prompt.question.id
 
 
 def score(
@@ -103,8 +108,8 @@ def score(
         engine = at_end.enter_context(_LazyEngine(source.model, request, max_model_length))
         results = {}
         for task in request.tasks:
-            scoring = _TaskScoring(resolved(task), items[task.key], source.name, engine, progress)
-            results[task.key] = scoring.score(settings, working_folder, folder)
+            filling = _TaskFilling(resolved(task), items[task.key], source.name, engine, progress)
+            results[task.key] = filling.fill(settings, working_folder, folder)
     return results
 
 
@@ -210,8 +215,8 @@ class _LazyEngine:
 
 
 @dataclass(frozen=True)
-class _TaskScoring:
-    """The scoring of one task's questions."""
+class _TaskFilling:
+    """The filling of one task's record file."""
 
     task: ResolvedTask
     items: list[Item]
@@ -219,13 +224,13 @@ class _TaskScoring:
     engine: _LazyEngine
     progress: bool
 
-    def score(self, settings: Mapping[str, Any], working_folder: Path, folder: Path) -> Records:
+    def fill(self, settings: Mapping[str, Any], working_folder: Path, folder: Path) -> Records:
         """Score what is not scored yet; the records are made in one folder and go to the other.
 
         `settings` are those of the model and the engine.
         """
         path = working_folder / f"{self.task.key}.jsonl"
-        was_complete = self._fill(path, {**settings, **self.task.model_dump(exclude={"name"})})
+        was_complete = self._complete(path, {**settings, **self.task.model_dump(exclude={"name"})})
         if working_folder != folder:
             path = _move_records(path, folder)
         scored = records.read(path)
@@ -236,24 +241,27 @@ class _TaskScoring:
             print_summary(scored)
         return scored
 
-    def _fill(self, out: Path, settings: Mapping[str, Any]) -> bool:
+    def _complete(self, out: Path, settings: Mapping[str, Any]) -> bool:
         """Score what is not scored yet, and write all; True if all was there already."""
         store = Store(out, {**settings, **_settings_of_items(self.items)})
         if out.exists():
             return True
-        finished = store.finished()
-        if any(item.prompt.question.id not in finished for item in self.items):
-            self._score_missing(store, finished)
-        rows = [finished[item.prompt.question.id] for item in self.items]
+        row_of_id = store.finished()
+        if any(item.id not in row_of_id for item in self.items):
+            row_of_id = {**row_of_id, **self._score_missing(store, row_of_id)}
+        rows = [row_of_id[item.id] for item in self.items]
         about = {"model": rows[-1]["model"], "versions": rows[-1]["versions"]}
         store.finish(rows, about)
         return False
 
-    def _score_missing(self, store: Store, finished: dict[str, RawRecord]) -> None:
-        """Add the records of all other questions to those that are finished, and to the store."""
-        done = {
-            index for index, item in enumerate(self.items) if item.prompt.question.id in finished
-        }
+    def _score_missing(
+        self, store: Store, finished: Mapping[str, RawRecord]
+    ) -> dict[str, RawRecord]:
+        """Score all questions but those that are finished; the new records, by id.
+
+        Each goes into the store as soon as it is made.
+        """
+        finished_indices = {index for index, item in enumerate(self.items) if item.id in finished}
         engine = self.engine.get()
         store.keep_engine_settings(engine.describe(), engine.decisive_settings())
         model = self.model
@@ -263,20 +271,22 @@ class _TaskScoring:
             "model": model,
             "versions": {"calibeval": __version__, **engine.versions},
         }
-        with store.appending() as append, self._progress_bar(len(done)) as bar:
-            for index, logprobs in engine.score(grouped_jobs(self.items), done):
-                if index in done:
+        new: dict[str, RawRecord] = {}
+        with store.appending() as append, self._progress_bar(len(finished_indices)) as bar:
+            for index, logprobs in engine.score(grouped_jobs(self.items), finished_indices):
+                if index in finished_indices:
                     continue
                 item = self.items[index]
                 row = {**make_record(item, logprobs), **shared}
                 append(row)
-                finished[item.prompt.question.id] = row
+                new[item.id] = row
                 bar.update()
+        return new
 
-    def _progress_bar(self, done: int) -> tqdm:
+    def _progress_bar(self, finished: int) -> tqdm:
         return tqdm(
             total=len(self.items),
-            initial=done,
+            initial=finished,
             unit="question",
             mininterval=BAR_SECONDS,
             disable=not self.progress,
@@ -289,10 +299,11 @@ def _settings_of_items(items: Sequence[Item]) -> dict[str, Any]:
     These follow from files that may change under the same name, and from a tokenizer that is given
     from Python.
     """
-    # In this order: the first that differs is told, and other questions have other ids as well.
+    # In this order, since the first that differs is told: "other questions" says more than "other
+    # ids", and whoever asks other questions mostly has both.
     return {
         "normalise": items[0].normalise,
-        "chat_template_sha256": items[0].prompt.chat_template,
+        "chat_template_sha256": items[0].prompt.chat_template_sha256,
         "prompts_sha256": records.prompts_digest(
             (item.prompt.sha256, item.prompt.question.label) for item in items
         ),
@@ -449,8 +460,8 @@ def make_record(item: Item, logprobs: list[float]) -> RawRecord:
     row["prompt_sha256"] = item.prompt.sha256
     row["shots"] = item.prompt.shots
     row.update(SCORING_MODES[item.scoring].record_fields(item.prompt, item.normalise))
-    if item.prompt.chat_template is not None:
-        row["chat_template"] = item.prompt.chat_template
+    if item.prompt.chat_template_sha256 is not None:
+        row["chat_template"] = item.prompt.chat_template_sha256
     if item.truncated:
         row["truncated"] = item.truncated
     return row

@@ -31,6 +31,7 @@ __all__ = [
     "checked",
     "did_you_mean",
     "encodable",
+    "is_unicode",
     "known_keys",
     "problems",
     "raise_of_other_file",
@@ -40,12 +41,19 @@ Item = TypeVar("Item")
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def encodable(text: str) -> str:
-    """The text, unless it holds what JSON can spell and no file can hold: `ValueError`."""
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can write the text: JSON can spell what no file can hold."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("expected text, found half of a surrogate pair") from error
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def encodable(text: str) -> str:
+    """The text; `ValueError` where UTF-8 cannot write it."""
+    if not is_unicode(text):
+        raise ValueError("expected text, found half of a surrogate pair")
     return text
 
 
@@ -98,7 +106,7 @@ class ProblemKind(Enum):
 
     MISSING = "a key is not there"
     UNKNOWN = "a key is there that the model does not have"
-    RULE = "a model's own rule (`model_validator`) is broken; the message names the key"
+    RULE = "a rule in code is broken: a field's, or a model's, whose message names the key"
     VALUE = "a value is of another type or out of its range"
 
 

@@ -264,7 +264,9 @@ def test_records_that_do_not_belong_together_never_replace_anything(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["model", "versions"])
-def test_a_record_that_scoring_did_not_write_is_refused(command, tmp_path, refused, interrupted, key):
+def test_a_record_that_scoring_did_not_write_is_refused(
+    command, tmp_path, refused, interrupted, key
+):
     """It ended in a traceback: KeyError."""
     interrupted(18, command)
     part = tmp_path / "r.jsonl.part"
@@ -272,7 +274,9 @@ def test_a_record_that_scoring_did_not_write_is_refused(command, tmp_path, refus
     del rows[3][key]
     write_lines(part, rows)
     kept = part.read_bytes()
-    expected = f"r.jsonl.part, question {rows[3]['id']}: no {key!r}, which scoring writes into every"
+    expected = (
+        f"r.jsonl.part, question {rows[3]['id']}: no {key!r}, which scoring writes into every"
+    )
     assert expected in refused(*command)
     assert part.read_bytes() == kept
 

@@ -9,7 +9,7 @@ import transformers
 
 from calibeval.engines import Job
 from calibeval.engines.hf import BatchLimits, TransformersEngine
-from calibeval.engines.hf_model import sees_all
+from calibeval.engines.hf_model import allows_trees
 
 VOCABULARY = 90
 SMALL = {
@@ -226,16 +226,16 @@ def test_what_is_skipped_changes_no_other_score(saved_model):
 def test_recurrent_layers_do_not_see_all():
     hybrid = transformers.LlamaConfig(**SMALL)
     hybrid.layer_types = ["full_attention", "linear_attention"]
-    assert not sees_all(hybrid, 100)
+    assert not allows_trees(hybrid, 100)
 
 
 def test_windows_see_all_of_shorter_prompts():
     windows = transformers.Gemma2Config(**SMALL, sliding_window=4096)
-    assert sees_all(windows, 4096)
-    assert not sees_all(windows, 4097)
+    assert allows_trees(windows, 4096)
+    assert not allows_trees(windows, 4097)
 
 
 def test_chunks_see_all_of_shorter_prompts():
     chunks = transformers.Llama4TextConfig(**SMALL_LLAMA4, attention_chunk_size=4096)
-    assert sees_all(chunks, 4096)
-    assert not sees_all(chunks, 4097)
+    assert allows_trees(chunks, 4096)
+    assert not allows_trees(chunks, 4097)

@@ -5,9 +5,19 @@
 
 An engine knows tokens alone, neither questions nor files: it gets groups of `Job`s.
 
-To add an engine, write a module here with a class that has what the protocol `Engine` asks for,
-make one in `create_engine`, and add its name to `request.EngineName`. Whatever the engine needs to
-be told is a field of `request.Request`, from which the command line has it too.
+To add an engine:
+
+- write a module here with a class that has what the protocol `Engine` asks for;
+- make one in `create_engine`, and add its name to `request.EngineName`;
+- make whatever it needs to be told a field of `request.Request`, from which the command line has it
+  too, and of `request.EngineOptions`; say in `Request._options_are_the_engines` which engine it is
+  for, and pass it on in `create_engine`;
+- where such an option changes scores, as a quantization does, put it under a name of its own into
+  `describe` and that name into `decisive_settings`. Otherwise a file that was begun with one value
+  goes on with another, unnoticed.
+
+Sweeps (`sweeps.training.fit`, `sweeps.launch.preflight`, `sweeps.runs.scoring`) know engines by
+name as well.
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -75,8 +85,10 @@ class Engine(Protocol):
     ) -> Iterator[tuple[int, list[float]]]:
         """Yield (job index, natural log-probability of each branch), in any order.
 
-        The jobs of a group share a prefix. `skip` holds the indices of jobs whose scores are known;
-        an engine may yield them all the same, if the others' scores depend on them.
+        The jobs of a group share a prefix. `skip` holds the indices of jobs whose scores are known.
+        They are not left out of `groups`, since an engine may need to know them to batch the others
+        as if nothing had been interrupted: padding to another width changes the last digits. It may
+        yield their scores as well.
         """
         ...
 

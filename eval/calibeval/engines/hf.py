@@ -21,9 +21,9 @@ from torch.nn.functional import linear
 
 from calibeval.engines import Job, Tokens, text_config
 from calibeval.engines.hf_model import (
+    allows_trees,
     cache_bytes_per_token,
     load_model,
-    sees_all,
     stretches_positions,
 )
 from calibeval.engines.token_tree import common_prefix, lay_out, separate_choices
@@ -98,7 +98,7 @@ class TransformersEngine:
         self.limits = limits or BatchLimits()
         self.vocabulary = text_config(self.model.config).vocab_size
         self.cache_bytes_per_token = cache_bytes_per_token(self.model)
-        # Whether the model reads a tree of tokens; None while that has not been tried.
+        # What `_tree_is_read_right` has come to; None while that has not been tried.
         self.reads_trees: bool | None = None
 
     def close(self) -> None:
@@ -137,16 +137,17 @@ class TransformersEngine:
         """
         branches_of_job = {job.index: job.branches for group in groups for job in group}
         longest = max((job.length for group in groups for job in group), default=0)
-        readable = [self._readable(group, longest) for group in groups]
+        groups_to_read = [self._whole_or_by_choice(group, longest) for group in groups]
         scores: dict[int, dict[Tokens, float]] = {index: {} for index in branches_of_job}
-        for jobs, logprobs in self._logprobs_in_turn(self.batches(readable, skip)):
+        for jobs, logprobs in self._logprobs_in_turn(self.batches(groups_to_read, skip)):
             lengths = [len(branch) for job in jobs for branch in job.branches]
             logprobs_of_branch = iter(logprobs.cpu().split(lengths))
             for job in jobs:
                 scores_of_job = scores[job.index]
                 for branch in job.branches:
                     scores_of_job[branch] = next(logprobs_of_branch).sum().item()
-                # A job that was parted into one for each choice is done with the last of them.
+                # A job that was split into its choices (`_whole_or_by_choice`) may come in several
+                # batches: it is whole when all of them have come.
                 branches = branches_of_job[job.index]
                 if len(scores_of_job) == len(set(branches)):
                     yield job.index, [scores_of_job[branch] for branch in branches]
@@ -204,17 +205,20 @@ class TransformersEngine:
             logprobs.append(logits[rows, tokens].double() - normalizers[rows])
         return torch.cat(logprobs)
 
-    def _readable(self, group: list[Job], longest: int) -> list[Job]:
-        """The group's jobs; a job a choice where the model cannot read them as a tree of tokens."""
+    def _whole_or_by_choice(self, group: list[Job], longest: int) -> list[Job]:
+        """The group's jobs, each split into its choices where the model cannot read them as a tree.
+
+        Choices that need no tree, such as letters of one token, are never split.
+        """
         trees = [job for job in group if not job.is_chain]
         if not trees:
             return group
-        if sees_all(self.model.config, longest) and self._can_read_trees(trees[0]):
+        if allows_trees(self.model.config, longest) and self._tree_is_read_right(trees[0]):
             return group
         return [choice for job in group for choice in separate_choices(job)]
 
     @torch.inference_mode()
-    def _can_read_trees(self, job: Job) -> bool:
+    def _tree_is_read_right(self, job: Job) -> bool:
         """Whether the model reads a tree of tokens as it reads each branch alone.
 
         The first question is asked both ways: many models know nothing of masks of their own.

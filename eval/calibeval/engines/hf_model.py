@@ -1,7 +1,7 @@
 """What `calibeval.engines.hf` needs to know of a transformers model: its weights, its attention.
 
-Models differ in what they let a prompt be computed by. `sees_all` and `stretches_positions` say
-from a model's configuration which short cuts keep its answers.
+Models differ in what they let a prompt be computed by. From a model's configuration `allows_trees`
+says whether a short cut keeps its answers, and `stretches_positions` whether there is none at all.
 """
 
 import math
@@ -48,7 +48,7 @@ def load_model(model: str, dtype: Precision, revision: str | None) -> "PreTraine
     return loaded.to(device)
 
 
-def sees_all(config: "PretrainedConfig", length: int) -> bool:
+def allows_trees(config: "PretrainedConfig", length: int) -> bool:
     """Whether choices may be read as a tree of tokens in prompts of up to `length` tokens.
 
     A tree's mask stands in for the model's own. So each layer must be one that would let a token
