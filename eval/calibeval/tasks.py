@@ -255,7 +255,8 @@ class _Reader:
         pattern = folder / self._file_name(split)
         before, _, after = pattern.name.partition(ANY_SUBJECT)
         questions: list[Question] = []
-        for path in pattern.parent.glob(pattern.name):
+        # In one order on every file system, since the first rows may be everybody's examples.
+        for path in sorted(pattern.parent.glob(pattern.name)):
             subject = path.name.removeprefix(before).removesuffix(after)
             rows = ((place, {"subject": subject, **row}) for place, row in self._file_rows(path))
             questions += questions_from_rows(rows, path, self.task_file.row, self.task.task)

@@ -11,6 +11,7 @@ import pytest
 from made_records import LETTERS, read_lines, table, write_lines, write_rows
 
 from calibeval import engines, scoring
+from calibeval import store as store_module
 from calibeval.__main__ import main
 from calibeval.io import InputError
 from calibeval.request import Task
@@ -360,6 +361,16 @@ def test_a_revision_of_the_same_commit_is_the_same(tmp_path):
         append(SCORED)
     with pytest.raises(InputError, match=r"revision None \(now 'main'\)"):
         Store(tmp_path / "s.jsonl", {**unknown, "revision": "main"})
+
+
+def test_of_every_setting_it_is_said_how_it_is_compared(command, tmp_path, run):
+    """A new setting that the store does not know would refuse what says the same."""
+    run(*command)
+    settings = json.loads((tmp_path / "r.jsonl.meta.json").read_text())["settings"]
+    by_themselves = {"model_digest", "revision", "engine", "dtype", "scoring"}
+    by_digests = {*store_module.TOLD_BY_DIGESTS, *store_module.NAMED_IF_DIGESTS_DIFFER}
+    known = {*by_themselves, *by_digests, *store_module.DIGESTS, store_module.ENGINE_SETTINGS}
+    assert set(settings) == known
 
 
 def test_what_a_sidecar_without_digests_says_is_compared(own_task, tmp_path, interrupted, refused):
