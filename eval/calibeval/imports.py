@@ -318,15 +318,15 @@ def lm_eval_row(
     of digits is an index, unless `digits_are_texts`.
     """
     requests = [(request["arg_0"], request["arg_1"]) for request in sample["arguments"].values()]
-    scores = [float(score) for score, _ in sample["filtered_resps"]]
+    logprobs_of_requests = [float(logprob) for logprob, _ in sample["filtered_resps"]]
     n_choices = _number_of_choices(requests)
     texts = [text for _, text in requests[:n_choices]]
     if delimiter is None:
         delimiter = _common_white_space(texts)
     texts = [text.removeprefix(delimiter) for text in texts]
-    logprobs = _possible(scores[:n_choices])
-    if len(scores) != len(requests):
-        raise ValueError(f"{len(scores)} scores of {len(requests)} requests")
+    logprobs = _possible(logprobs_of_requests[:n_choices])
+    if len(logprobs_of_requests) != len(requests):
+        raise ValueError(f"{len(logprobs_of_requests)} scores of {len(requests)} requests")
     label = _lm_eval_label(sample, requests[:n_choices], texts, digits_are_texts)
     right = float(np.argmax(logprobs) == label)
     if right != float(sample.get("acc", right)):
@@ -377,11 +377,10 @@ def _common_white_space(texts: list[str]) -> str:
     return ""
 
 
-def _possible(scores: list[float]) -> list[float]:
-    """The scores, with a finite one for choices of probability 0."""
-    finite = [score for score in scores if score != -math.inf]
-    least = min(finite, default=0.0)
-    return [least + IMPOSSIBLE if score == -math.inf else score for score in scores]
+def _possible(logprobs: list[float]) -> list[float]:
+    """The log-probabilities, with a finite one for choices of probability 0."""
+    least = min((value for value in logprobs if value != -math.inf), default=0.0)
+    return [least + IMPOSSIBLE if value == -math.inf else value for value in logprobs]
 
 
 def _number_of_choices(requests: list[tuple[str, str]]) -> int:
