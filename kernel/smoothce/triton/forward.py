@@ -380,8 +380,8 @@ def run_forward(
     if call.inputs.smoothing_target is None:  # the kernel has summed with weights of 1
         sums.smoothing_logit.div_(call.inputs.vocabulary)
     if call.inputs.shard is not None:
-        # `merge_shards` adds the ranks' label logits up, which `gather` has done already. The losses
-        # take what `gather` has left in `tokens`, so that here each rank may have zeros.
+        # `merge_shards` adds the ranks' label logits up, which `gather` has done already. Losses
+        # take what `gather` has left in `tokens`, so that each rank may have zeros here.
         sums = sums._replace(label_logit=torch.zeros_like(sums.lse))
         sums = merge_shards(sums, call.inputs.shard)
     write_losses(call, tokens, sums, results)
