@@ -334,4 +334,8 @@ def _locked_run(run: "Run") -> contextlib.AbstractContextManager[None]:
     is_other_node = run.config().world.nodes > 1 and node_number() > 0  # the first one holds it
     if is_rank or is_other_node:
         return contextlib.nullcontext()
-    return locked(run.lock_file, RUN_PATIENCE, f"{run.path}: another process is at this run")
+    busy_message = (
+        f"{run.path}: another process is at this run; `touch {run.stop_file.absolute()}` lets it "
+        "save and leave"
+    )
+    return locked(run.lock_file, RUN_PATIENCE, busy_message)

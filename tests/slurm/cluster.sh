@@ -7,6 +7,9 @@
 #                      grace: the partition `urgent` preempts `all`, whose jobs get so many seconds
 #                      array, jobs, age: MaxArraySize, MaxJobCount, MinJobAge
 #   tests/slurm/cluster.sh restart-slurmd DIR  what an administrator does under running jobs
+#   tests/slurm/cluster.sh kill-slurmd DIR NODE  what a crash does: slurmd alone is gone …
+#   tests/slurm/cluster.sh start-slurmd DIR    … and those that are gone are back
+#   tests/slurm/cluster.sh slurmd-timeout DIR SECONDS  after which a node that is silent is down
 #   tests/slurm/cluster.sh stop-slurmctld DIR  an outage of the controller …
 #   tests/slurm/cluster.sh start-slurmctld DIR … and its end
 #   tests/slurm/cluster.sh stop DIR            ends its jobs and its own daemons, nothing else
@@ -15,7 +18,7 @@
 set -euo pipefail
 action=${1:?see the head of this file} dir=${2:?a folder for state and logs} nodes=1 account="" grace=""
 array=2001 jobs=20000 age=300
-for option in "${@:3}"; do declare "$option"; done
+[[ $action != start ]] || for option in "${@:3}"; do declare "$option"; done
 mkdir -p "$dir" && dir=$(cd "$dir" && pwd)
 export SLURM_CONF=$dir/slurm.conf
 
@@ -151,6 +154,7 @@ MinJobAge=$age
 MaxArraySize=$array
 MaxJobCount=$jobs
 KillWait=30
+SlurmdTimeout=300
 SchedulerParameters=sched_interval=2,sched_min_interval=100000,batch_sched_delay=0,bf_interval=5,max_rpc_cnt=0,default_queue_depth=500
 DefMemPerCPU=512
 END
@@ -188,6 +192,12 @@ END
 restart-slurmd)
     stop_slurmd
     start_slurmd
+    ;;
+kill-slurmd) kill -9 "$(<"$dir/slurmd.${3:?which node}.pid")" ;;
+start-slurmd) start_slurmd ;;
+slurmd-timeout)
+    sed -i "s/^SlurmdTimeout=.*/SlurmdTimeout=${3:?how many seconds}/" "$SLURM_CONF"
+    scontrol reconfigure
     ;;
 stop-slurmctld) stop_slurmctld ;;
 start-slurmctld) slurmctld -L "$dir/slurmctld.log" && until_ sinfo ;;

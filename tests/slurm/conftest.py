@@ -99,6 +99,15 @@ def cluster(tmp_path_factory) -> Iterator[Path]:
 
 
 @pytest.fixture
+def impatient(cluster) -> Iterator[None]:
+    """Lets Slurm give up a node after seconds of silence; every slurmd is back afterwards."""
+    subprocess.run([sweep_tools.CLUSTER, "slurmd-timeout", cluster, "5"], check=True)
+    yield
+    subprocess.run([sweep_tools.CLUSTER, "slurmd-timeout", cluster, "300"], check=True)
+    subprocess.run([sweep_tools.CLUSTER, "start-slurmd", cluster], check=True)
+
+
+@pytest.fixture
 def profile(tmp_path) -> Callable[..., str]:
     """A factory of cluster profiles: one core a process, no GPU; `profile(key=value)` → path."""
 

@@ -5,21 +5,26 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sweep_tools import runs_of, wait_for
+from sweep_tools import prepare, rows, runs_of, wait_for
 
-from sweeps.launch.element import Element
+from sweeps.launch import worker
+from sweeps.launch.element import Element, take_over
 from sweeps.launch.submitit_adapter import copy_pickle_lines, element_command, write_pickle
+from sweeps.runs.files import is_locked
 from sweeps.runs.grid import plan_sweep
+from sweeps.runs.stages import Outcome
 
 
 @pytest.fixture
 def element(toy_file, hold, tmp_path):
     """An element at work on a run of the toy trainer: its process, and a file of scontrol's calls.
 
-    The controller refuses the first request to requeue.
+    The controller says of its job what stands in the file `job` beside that, and refuses the first
+    request to requeue.
     """
     path = toy_file(grid={}, train={"save_every": None})
     plan = plan_sweep(path, [])
@@ -34,10 +39,11 @@ def element(toy_file, hold, tmp_path):
     scontrol.write_text(
         "#!/bin/sh\n"
         f"echo $@ >> '{calls}'\n"
-        "case $1 in show) echo JobState=RUNNING Reason=None; exit;; esac\n"
+        f"case $1 in show) cat '{tmp_path / 'job'}'; exit;; esac\n"
         f"[ $(grep -c requeue '{calls}') != 1 ]\n"
     )
     scontrol.chmod(0o755)
+    (tmp_path / "job").write_text("JobState=RUNNING Reason=None Restarts=0\n")
     script = [*copy_pickle_lines(place), "exec " + element_command(sys.executable, place)]
     variables = {
         **os.environ,
@@ -71,3 +77,44 @@ def test_a_warned_element_saves_and_requeues_itself(element, number):
     assert asked == ["requeue 7_0", "requeue 7_0"]  # until the controller takes it
     assert re.search(r"saved at step \d+; Slurm starts it again", printed), printed
     assert "timed-out" not in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("known", ["JobState=PENDING Restarts=0", "JobState=RUNNING Restarts=1"])
+def test_an_element_that_slurm_has_requeued_by_itself_does_not_requeue(element, tmp_path, known):
+    """As Slurm does once its node does not answer; the job may run elsewhere already."""
+    process, calls = element
+    (tmp_path / "job").write_text(f"{known}\n")
+    process.send_signal(signal.SIGUSR2)
+    printed, _ = process.communicate(timeout=120)
+    assert "requeue" not in Path(calls).read_text()
+    assert re.search(r"saved at step \d+; Slurm has requeued this job by itself", printed), printed
+
+
+def test_an_element_whose_node_is_given_up_saves_and_leaves(element, tmp_path):
+    process, _ = element
+    (tmp_path / "job").write_text("JobState=PENDING Restarts=0\n")
+    (tag,) = tmp_path.rglob("jobs/tag")
+    with open(tag / "7_0_0_log.out", "a") as log:
+        log.write("srun: error: Node failure on n1\n")
+    printed, _ = process.communicate(timeout=120)
+    assert re.search(r"saved at step \d+; Slurm has requeued this job by itself", printed), printed
+    assert process.returncode == 75
+
+
+def test_a_job_that_is_started_again_takes_its_run_over_from_the_earlier_start(
+    toy_file, hold, tmp_path, monkeypatch, capsys
+):
+    """Which Slurm has given up, and which lives on: it saves and leaves, and notes that."""
+    run = prepare(toy_file(grid={}, train={"save_every": None}))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with ThreadPoolExecutor() as threads:
+        earlier = threads.submit(worker.work, run, lambda: False, ("train",))
+        wait_for(run.metrics.exists)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        take_over(run, lambda: False)
+        assert not is_locked(run.lock_file) and run.last_saved_step() > 0
+        assert earlier.result(timeout=60) is Outcome.STOPPED
+    assert rows(run, "ended")[0]["stopped"]
+    assert "still runs on" in capsys.readouterr().out
+    hold.unlink()
+    assert worker.work(run, lambda: False, ("train",)) is Outcome.DONE

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from sweep_tools import (
+    CLUSTER,
     MARKS,
     PROJECT,
     command,
@@ -25,6 +27,7 @@ from sweep_tools import (
 )
 
 from sweeps.runs.run import Run
+from sweeps.runs.slurm_queue import describe_job
 
 pytestmark = MARKS
 TWO_NODES = {"nodes": 2, "processes_per_node": 1}
@@ -48,6 +51,12 @@ def ranks_on(run: Run, node: int) -> list[int]:
     return pids
 
 
+@pytest.fixture(scope="module")
+def calm_folder(tmp_path_factory) -> Path:
+    """Where undisturbed runs are, which several tests compare theirs with."""
+    return tmp_path_factory.mktemp("calm")
+
+
 def undisturbed(path: Path, folder: Path) -> Run:
     """The same run on one node, with as many ranks, and without Slurm."""
     overrides = (f"output_root={folder}", *ON_ONE_NODE)
@@ -62,7 +71,7 @@ def submit(path: Path) -> str:
 
 
 def test_two_nodes_train_as_one_with_two_processes_whatever_happens(
-    cluster, profile, sweep_file, tmp_path
+    cluster, profile, sweep_file, tmp_path, calm_folder
 ):
     """A rank is killed, the job is cancelled, launched again and warned of its time limit: nobody
     is left behind, and the weights are bit for bit those of one node."""
@@ -98,7 +107,40 @@ def test_two_nodes_train_as_one_with_two_processes_whatever_happens(
     printed = (run.path / "train.log").read_text()
     assert printed.count("data: 64 conversations") == 4  # not once on each node
     assert printed.count("resumed: step ") == 3
-    assert equal(run, undisturbed(path, tmp_path / "calm"))
+    assert equal(run, undisturbed(path, calm_folder))
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_without_its_slurmd_is_left_and_the_run_goes_on(
+    cluster, impatient, profile, sweep_file, tmp_path, calm_folder, node
+):
+    """Slurm gives the node up and requeues the job, while nothing there hears of it."""
+    short = {**TRAIN, "num_train_epochs": 8}
+    path = sweep_file(grid={}, train=short, world=TWO_NODES, cluster=profile(memory_per_node="1G"))
+    submit(path)
+    (run,) = runs_of(path)
+    wait_for(lambda: run.last_saved_step() >= 5)
+    ranks = [*ranks_on(run, 0), *ranks_on(run, 1)]
+    kill(ranks, signal.SIGSTOP)  # a step that takes until the node is given up
+    subprocess.run([CLUSTER, "kill-slurmd", cluster, f"n{node + 1}"], check=True)
+    (began,) = rows(run, "began")
+    wait_for(lambda: describe_job(began["job"]).get("JobState") != "RUNNING", pause=0.5)
+    kill(ranks, signal.SIGCONT)
+    (ended,) = wait_for(lambda: rows(run, "ended"))
+    assert ended["exit"] == 75 and ended["stopped"], logs(tmp_path)
+    step = run.last_saved_step()
+    wait_for(lambda: not programs(run), seconds=30)  # though nobody reaches that node
+    down = f"n{node + 1} down* (Not responding)"
+    wait_for(lambda: down in command("status", path).stdout)
+    shown = command("status", path).stdout
+    assert "1 queued" in shown and "1 job cannot start now" in shown, shown
+    assert "Once they are back, Slurm starts it" in shown
+    subprocess.run([CLUSTER, "start-slurmd", cluster], check=True)
+    wait_for(empty)
+    assert run.done, logs(tmp_path)
+    second = rows(run, "began")[-1]
+    assert second["job"] == began["job"] and second["progress"][0] == step
+    assert equal(run, undisturbed(path, calm_folder))
 
 
 def sharding(how: str, folder: Path) -> dict[str, str]:

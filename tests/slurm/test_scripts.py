@@ -17,7 +17,7 @@ from sweeps.launch.sbatch import Job, JobKind
 from sweeps.runs import slurm_queue
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster, load_cluster
-from sweeps.runs.slurm_queue import LiveJob
+from sweeps.runs.slurm_queue import LiveJob, Remedy
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
@@ -235,20 +235,21 @@ def test_how_large_an_array_may_be(monkeypatch, config, limit):
 
 
 @pytest.mark.parametrize(
-    ("reason", "part"),
+    ("reason", "part", "remedy"),
     [
-        ("PartitionConfig", "no node of the partition"),
-        ("BadConstraints", "constraint"),
-        ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "down, drained"),
-        ("PartitionTimeLimit", "time"),
-        ("AssocMaxCpuPerJobLimit", "less than one job asks for"),
-        ("QOSMaxMemoryPerJob", "less than one job asks for"),
-        ("launch failed requeued held", "scontrol release"),
-        ("JobHeldUser", "scontrol release"),
+        ("PartitionConfig", "no node of the partition", Remedy.PROFILE),
+        ("BadConstraints", "constraint", Remedy.PROFILE),
+        ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "down, drained", Remedy.PATIENCE),
+        ("PartitionTimeLimit", "time", Remedy.PROFILE),
+        ("AssocMaxCpuPerJobLimit", "less than one job asks for", Remedy.PROFILE),
+        ("QOSMaxMemoryPerJob", "less than one job asks for", Remedy.PROFILE),
+        ("launch failed requeued held", "a node failed while it started", Remedy.RELEASE),
+        ("JobHeldUser", "somebody holds it", Remedy.RELEASE),
     ],
 )
-def test_reasons_that_do_not_pass_are_explained(reason, part):
-    assert part in slurm_queue.explain_stuck(reason)
+def test_reasons_that_do_not_pass_are_explained(reason, part, remedy):
+    stuck = slurm_queue.explain_stuck(reason)
+    assert part in stuck.meaning and stuck.remedy is remedy
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from sweeps.runs.run import Run
 pytestmark = MARKS
 LONG = {"steps": 200, "pace": 0.1}
 UNSAVED = {**LONG, "save_every": None}
+LONG_UNSAVED = {**UNSAVED, "steps": 400}
 
 
 def submit(path: Path, *overrides: str) -> str:
@@ -159,6 +160,32 @@ def test_a_requeue_waits_for_the_controller(cluster, profile, toy_file, tmp_path
         subprocess.run([CLUSTER, "start-slurmctld", cluster], check=True)
     wait_for(empty)
     assert run.done and len(rows(run, "began")) == 2, logs(tmp_path)
+
+
+def test_a_run_leaves_a_node_without_its_slurmd_before_that_is_back(
+    cluster, impatient, profile, toy_file, tmp_path
+):
+    """What stays would be killed then, and its end be taken for that of the job's new start."""
+    path = toy_file(grid={}, train=LONG_UNSAVED, cluster=profile(extra=["--nodelist=n1"]))
+    submit(path)
+    (run,) = runs_of(path)
+    wait_for(run.metrics.exists)
+    subprocess.run([CLUSTER, "kill-slurmd", cluster, "n1"], check=True)
+    wait_for(lambda: rows(run, "ended"))
+    assert rows(run, "ended")[0]["stopped"], logs(tmp_path)
+    (supervisor,) = tmp_path.rglob("*_0_0_log.out")
+    wait_for(lambda: "Slurm has requeued this job by itself" in supervisor.read_text(), seconds=60)
+    assert not programs(run)
+    wait_for(lambda: "n1 down* (Not responding)" in command("status", path).stdout)
+    shown = command("status", path).stdout
+    assert "1 queued" in shown and "1 job cannot start now" in shown, shown
+    assert "Once they are back, Slurm starts it, and nothing is to be typed" in shown
+    step = run.last_saved_step()
+    subprocess.run([CLUSTER, "start-slurmd", cluster], check=True)
+    wait_for(empty)
+    assert run.done, logs(tmp_path)
+    assert [row["progress"][0] for row in rows(run, "began")] == [0, step]
+    assert equal(run, *calm(path, tmp_path / "calm"))
 
 
 @pytest.mark.parametrize("how", ["killed", "timed out"])

@@ -1,6 +1,8 @@
 """What `status` says of a run, by the files of its folder and what Slurm's tools answer."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,3 +186,48 @@ def test_a_run_killed_here_is_dead_though_an_earlier_job_of_it_was_cancelled(toy
     submit(run, "bbbbbb", "train", "15")
     slurm_says(squeue="", sacct="15_0|NODE_FAIL|1:0")
     assert status_of(path).detail == "15_0 NODE_FAIL, exit 1:0, before it began"
+
+
+DOWN = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
+
+
+def test_a_run_whose_nodes_are_down_is_told_to_wait_and_which_they_are(toy_file, slurm_says):
+    path = toy_file(grid={})
+    run = prepare(path)
+    submit(run, "aaaaaa", "train", "14")
+    nodes = "n1|down*|Not responding\nn1|down*|Not responding\nn2|drained|disk"
+    slurm_says(squeue=f"14|0|PENDING|toy.train.aaaaaa|{DOWN}", sacct="", sinfo=nodes)
+    shown = status.table(plan_sweep(path, []))
+    assert f"1 job cannot start now ({DOWN})" in shown
+    assert "    sinfo says: n1 down* (Not responding); n2 drained (disk)\n" in shown
+    assert "Once they are back, Slurm starts it, and nothing is to be typed" in shown
+    assert "will not start" not in shown
+
+
+def test_a_held_run_is_told_with_what_releases_it(toy_file, slurm_says):
+    path = toy_file(grid={})
+    run = prepare(path)
+    submit(run, "aaaaaa", "train", "14")
+    slurm_says(squeue="14|0|PENDING|toy.train.aaaaaa|launch failed requeued held", sacct="")
+    shown = status.table(plan_sweep(path, []))
+    assert "To let it go: scontrol release 14_0" in shown
+    assert "correct the profile" not in shown
+
+
+def test_what_runs_on_a_node_that_was_given_up_is_told(toy_file, slurm_says):
+    """Its job is queued again, to start elsewhere, and its processes live on there."""
+    path = toy_file(grid={})
+    run = prepare(path)
+    submit(run, "aaaaaa", "train", "14")
+    run.note(EventKind.BEGAN, stage="train", job="14_0", host="gpu07")
+    slurm_says(squeue="14|0|PENDING|toy.train.aaaaaa|BeginTime", sacct="")
+    hold_lock = f"import fcntl; file = open({str(run.lock_file)!r}, 'a')\n"
+    hold_lock += "fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold_lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout.readline()
+        shown = status_of(path)
+        holder.stdin.close()
+    assert shown.state is State.RUNNING
+    assert "still on gpu07, which Slurm has given up; 14_0 is queued again" in shown.detail

@@ -2,26 +2,44 @@
 
 Before the time limit and at a preemption, Slurm sends signals. They are only noted: `worker.work`
 then lets the run save, and what comes next is decided afterwards.
+
+Slurm requeues a job by itself once a node of it has not answered for some minutes. If only the
+node's slurmd has died, the job's processes there live on, and no signal reaches them. They must not
+be there any more when slurmd comes back: it would kill them, and Slurm may take the end of the old
+start for that of the new one. So an element whose node was given up saves and leaves, and one that
+starts again asks what its earlier start has left behind to do so, and waits for that.
 """
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from sweeps.launch import worker
 from sweeps.launch.submitit_adapter import (
     Checkpointable,
     element_folder,
     element_index,
+    element_log,
 )
+from sweeps.runs.events import EventKind
+from sweeps.runs.files import is_locked
 from sweeps.runs.processes import job_id
 from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import describe_job
-from sweeps.runs.stages import Outcome
+from sweeps.runs.stages import TRAIN, Outcome
 
 REQUEUE_PAUSE = 10  # seconds between attempts to requeue, while the controller does not answer
 REQUEUE_PATIENCE = 60  # seconds to wait for its answer
+REQUEUE_TIME = 3600  # seconds after which no more attempt is made
+NODE_FAILURE = b"srun: error: Node failure on "  # what srun prints when Slurm gives up a node
+LOOK_PAUSE = 2  # seconds between looks at what an srun has printed
+HANDOVER_PAUSE = 1  # seconds between looks at what an earlier start of this job has left behind
+HANDOVER_PATIENCE = 600  # seconds that it may take to save
 ASK_PAUSE = 5  # seconds between questions about this job
 
 
@@ -42,14 +60,96 @@ class Element(Checkpointable):
         heard: set[int] = set()
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, lambda number, _: heard.add(number))
-        outcome = worker.work(run, lambda: bool(heard), self.stages)
+        watch = NodeWatch([element_log(), run.path / f"{TRAIN}.log"])
+
+        def is_asked_to_stop() -> bool:
+            return bool(heard) or watch.has_lost_node()
+
+        take_over(run, is_asked_to_stop)
+        outcome = worker.work(run, is_asked_to_stop, self.stages)
         if outcome is Outcome.STOPPED and (signal.SIGTERM not in heard or may_requeue()):
-            # Slurm itself ends this job if the controller does not come back in time.
-            while not requeue():
-                time.sleep(REQUEUE_PAUSE)
-            reached = "what is scored" if run.trained else f"at step {run.last_saved_step()}"
-            print(f"{run.name}: saved {reached}; Slurm starts it again", flush=True)
+            come_back(run)
         sys.exit(outcome.value)  # without words: what is to be said stands in the log already
+
+
+class NodeWatch:
+    """Tells whether Slurm has given up a node of this job, by what an srun prints then.
+
+    Of a run on one node the srun is above this process, and prints into the log of the job; of one
+    on several nodes it is the run's program, and prints into the log of that.
+    """
+
+    def __init__(self, logs: list[Path]) -> None:
+        """Watch what is added to these logs from now on."""
+        self._positions = {log: log.stat().st_size if log.exists() else 0 for log in logs}
+        self._next_look = 0.0
+        self._has_lost_node = False
+
+    def has_lost_node(self) -> bool:
+        """Whether a node was given up; the logs are looked at now and then."""
+        now = time.monotonic()
+        if now < self._next_look or self._has_lost_node:
+            return self._has_lost_node
+        self._next_look = now + LOOK_PAUSE
+        for log, position in self._positions.items():
+            with contextlib.suppress(FileNotFoundError), open(log, "rb") as text:
+                # A bit of what was seen is read again: the message may have been half written.
+                text.seek(max(0, position - len(NODE_FAILURE)))
+                added = text.read()
+                self._positions[log] = text.tell()
+                if NODE_FAILURE in added:
+                    self._has_lost_node = True
+        return self._has_lost_node
+
+
+def take_over(run: Run, asked_to_stop: Callable[[], bool]) -> None:
+    """Have what an earlier start of this job has left behind save and leave, and wait for that."""
+    if restart_count() == 0 or not is_locked(run.lock_file):
+        return
+    beginnings = [event.details for event in run.events() if event.kind is EventKind.BEGAN]
+    if not beginnings or beginnings[-1].get("job") != job_id():
+        return
+    host = beginnings[-1].get("host")
+    print(
+        f"{run.name}: still runs on {host}, where this job was started before; waiting for it to "
+        f"save and to leave, at most {HANDOVER_PATIENCE} s",
+        flush=True,
+    )
+    run.stop_file.touch()
+    end = time.monotonic() + HANDOVER_PATIENCE
+    while is_locked(run.lock_file) and time.monotonic() < end and not asked_to_stop():
+        time.sleep(HANDOVER_PAUSE)
+    time.sleep(HANDOVER_PAUSE)  # in which it notes how it has ended
+
+
+def come_back(run: Run) -> None:
+    """See to it that Slurm starts this job again, and say so."""
+    reached = "what is scored" if run.trained else f"at step {run.last_saved_step()}"
+    end = time.monotonic() + REQUEUE_TIME
+    while time.monotonic() < end:
+        if has_gone_on():
+            print(f"{run.name}: saved {reached}; Slurm has requeued this job by itself", flush=True)
+            return
+        if requeue():
+            print(f"{run.name}: saved {reached}; Slurm starts it again", flush=True)
+            return
+        # Slurm itself ends this job if the controller does not come back in time.
+        time.sleep(REQUEUE_PAUSE)
+    print(f"{run.name}: saved {reached}, and not requeued: launch it again", flush=True)
+
+
+def restart_count() -> int:
+    """How often Slurm has started this job before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def has_gone_on() -> bool:
+    """Whether Slurm has requeued, started again or cancelled this job without this process."""
+    job = job_id()
+    assert job is not None  # an element runs in a job
+    known = describe_job(job)
+    is_over_here = known.get("JobState") in ("PENDING", "CANCELLED")
+    return is_over_here or int(known.get("Restarts", "0")) > restart_count()
 
 
 def requeue() -> bool:
@@ -58,8 +158,11 @@ def requeue() -> bool:
     assert job is not None  # an element runs in a job
     try:
         subprocess.run(["scontrol", "requeue", job], timeout=REQUEUE_PATIENCE, check=True)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        print(f"{error}; again in {REQUEUE_PAUSE} s", flush=True)
+    except subprocess.CalledProcessError:  # its own words stand in the log
+        print(f"scontrol requeue {job} has failed; again in {REQUEUE_PAUSE} s", flush=True)
+        return False
+    except subprocess.TimeoutExpired:
+        print(f"scontrol requeue {job} does not answer; again in {REQUEUE_PAUSE} s", flush=True)
         return False
     return True
 

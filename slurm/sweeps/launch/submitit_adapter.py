@@ -58,6 +58,7 @@ __all__ = [
     "element_command",
     "element_folder",
     "element_index",
+    "element_log",
     "script_text",
     "write_pickle",
 ]
@@ -112,3 +113,9 @@ def element_folder() -> Path:
 def element_index() -> int:
     """In an element: its index in the array."""
     return int(os.environ["SLURM_ARRAY_TASK_ID"])
+
+
+def element_log() -> Path:
+    """In an element: the file that holds what it prints, and what the srun above it prints."""
+    name = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{element_index()}_0_log.out"
+    return element_folder() / name

@@ -41,29 +41,34 @@ def work(
     stages: Sequence[str] = STAGES,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Bring a run through these stages, or to where it has saved once `asked_to_stop()`.
+    """Bring a run through these stages, or to where it has saved once it is asked to stop.
 
-    Programs get `environment` on top of this process's. One that is killed starts again, but not
-    more than `max_idle_restarts` times without progress. Returns DONE when the next stage is none
-    of these: all is done, or what comes next is another array's.
+    It is asked by `asked_to_stop`, or by a stop file that somebody puts into its folder. Programs
+    get `environment` on top of this process's. One that is killed starts again, but not more than
+    `max_idle_restarts` times without progress. Returns DONE when the next stage is none of these:
+    all is done, or what comes next is another array's.
     """
+    run.stop_file.unlink(missing_ok=True)  # which an earlier attempt has left
+
+    def is_asked_to_stop() -> bool:
+        return asked_to_stop() or run.stop_file.exists()
+
     stage = next_stage(run)
     while stage is not None and stage in stages:
         count = run.attempts_without_progress(stage)
         if count > run.config().max_idle_restarts:
             return _give_up(run, count)
-        if asked_to_stop():
+        if is_asked_to_stop():
             run.note(EventKind.ENDED, stopped=True)
             return Outcome.STOPPED
-        run.stop_file.unlink(missing_ok=True)
         run.note_beginning(stage)
-        end = _execute(run, stage, asked_to_stop, environment)
+        end = _execute(run, stage, is_asked_to_stop, environment)
         exit_code = end.first_rank_exit_code
         stage_before = stage
         stage = next_stage(run)
         if stage != stage_before:  # it did what it was for, whatever its exit code
             run.note(EventKind.ENDED, exit=exit_code)
-        elif asked_to_stop() or exit_code == Outcome.STOPPED.value:
+        elif is_asked_to_stop() or exit_code == Outcome.STOPPED.value:
             run.note(EventKind.ENDED, exit=exit_code, stopped=True)
             return Outcome.STOPPED
         elif exit_code < 0 or exit_code in KILLED_BELOW:  # the same stage is tried again
@@ -114,10 +119,10 @@ def _give_up(run: Run, count: int) -> Outcome:
 def _execute(
     run: Run,
     stage: str,
-    asked_to_stop: Callable[[], bool],
+    is_asked_to_stop: Callable[[], bool],
     environment: Mapping[str, str] | None,
 ) -> ProgramEnd:
-    """Run a stage's program to its end, and let it save once `asked_to_stop()`."""
+    """Run a stage's program to its end, and let it save once it is asked to stop."""
     nodes = run.config().world.nodes if stage == TRAIN else 1
     log = run.path / f"{stage}.log"
     variables = {
@@ -140,7 +145,7 @@ def _execute(
     was_asked = False
     while program.poll() is None:
         time.sleep(POLL)
-        if asked_to_stop() and not was_asked:
+        if not was_asked and is_asked_to_stop():
             was_asked = True
             # A trainer that finds this file saves and leaves; it does not go on to score.
             run.stop_file.touch()

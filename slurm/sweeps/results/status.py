@@ -15,10 +15,11 @@ from sweeps.runs.files import is_locked, read_rows, tail
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command
 from sweeps.runs.run import Run
-from sweeps.runs.slurm_queue import JobEnd, LiveJob, SubmittedElement
+from sweeps.runs.slurm_queue import JobEnd, LiveJob, Remedy, StuckReason, SubmittedElement
 
 PRINTED_LINES = 3  # of what a job printed, where that is all that is known of its end
 TABLE_CHARACTERS = 60  # of a reason, in the table
+NODES_SHOWN = 4  # of those that are down
 METRICS_BYTES = 4096  # at the end of metrics.jsonl, among which the last row is looked for
 
 
@@ -312,8 +313,13 @@ def _parts(state: State, evidence: Evidence) -> list[str]:
 
 def _describe_running(evidence: Evidence) -> list[str]:
     parts = [evidence.reached or "starting", _age_of_last_step(evidence)]
-    if evidence.live_job is not None and evidence.live_job.stopping:
+    job = evidence.live_job
+    if job is not None and job.stopping:
         parts.append("stopping")
+    if job is not None and job.state == "PENDING" and evidence.last is not None:
+        host = evidence.last.details.get("host")
+        if evidence.last.details.get("job") == job.id:
+            parts.append(f"still on {host}, which Slurm has given up; {job.id} is queued again")
     return parts
 
 
@@ -355,7 +361,7 @@ def _why_pending(job: LiveJob, evidence: Evidence) -> str:
         step = evidence.run.last_saved_step()
         saved = "what is scored" if evidence.run.trained else f"at step {step}"
         return f"saved {saved}; Slurm starts it again shortly"
-    return job.reason
+    return _shortened(job.reason)
 
 
 def _shortened(reason: str) -> str:
@@ -486,17 +492,42 @@ def _describe_reason(group: list[Status]) -> list[str]:
 
 def _describe_stuck(plan: SweepPlan, slurm: SlurmView) -> list[str]:
     """Which runs are queued and cannot start, why, and what to type."""
-    counts = Counter(job.reason for job in slurm.live_jobs.values() if job.state == "PENDING")
+    jobs_of_reason: dict[str, list[LiveJob]] = {}
+    for job in slurm.live_jobs.values():
+        if job.state == "PENDING":
+            jobs_of_reason.setdefault(job.reason, []).append(job)
     lines = []
-    for reason, count in counts.items():
-        meaning = slurm_queue.explain_stuck(reason)
-        if meaning is not None:
-            lines += ["", f"{counted(count, 'job')} will not start ({reason}): {meaning}"]
-    if lines:
-        cancel = cli_command("cancel", plan.folder)
-        launch = cli_command("launch", plan.folder)
-        lines.append(f"    {cancel}; correct the profile; then {launch}")
+    for reason, jobs in jobs_of_reason.items():
+        stuck = slurm_queue.explain_stuck(reason)
+        if stuck is not None:
+            lines += ["", *_describe_stuck_jobs(plan, stuck, reason, jobs)]
     return lines
+
+
+def _describe_stuck_jobs(
+    plan: SweepPlan, stuck: StuckReason, reason: str, jobs: list[LiveJob]
+) -> list[str]:
+    """Why these jobs cannot start, and what to type."""
+    count = counted(len(jobs), "job")
+    cancel = cli_command("cancel", plan.folder)
+    launch = cli_command("launch", plan.folder)
+    other_profile = f"{cancel}; correct the profile; then {launch}"
+    if stuck.remedy is Remedy.RELEASE:
+        ids = " ".join(job.id for job in jobs)
+        return [
+            f"{count} will not start ({reason}): {stuck.meaning}",
+            f"    To let it go: scontrol release {ids}",
+        ]
+    if stuck.remedy is Remedy.PATIENCE:
+        lines = [f"{count} cannot start now ({reason}): {stuck.meaning}"]
+        nodes = slurm_queue.unavailable_nodes()
+        if nodes:
+            more = f"; {len(nodes) - NODES_SHOWN} more" if len(nodes) > NODES_SHOWN else ""
+            lines.append(f"    sinfo says: {'; '.join(nodes[:NODES_SHOWN])}{more}")
+        lines.append("    Once they are back, Slurm starts it, and nothing is to be typed.")
+        lines.append(f"    For other nodes: {other_profile}")
+        return lines
+    return [f"{count} will not start ({reason}): {stuck.meaning}", f"    {other_profile}"]
 
 
 def _advice(plan: SweepPlan, statuses: list[Status], slurm: SlurmView) -> str:

@@ -8,42 +8,81 @@ import contextlib
 import os
 import re
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from sweeps.runs.processes import run_checked, run_or_empty
 from sweeps.runs.stages import SCORE
 
-# Why jobs are pending that do not start by themselves: patterns of reasons, and what they mean.
-STUCK = (
-    (
+
+class Remedy(Enum):
+    """What lets a pending job start that does not start by itself."""
+
+    PROFILE = "a cancel, and a launch with a profile that asks for something else"
+    PATIENCE = "waiting until nodes are back, or the same as above"
+    RELEASE = "its release"
+
+
+@dataclass(frozen=True)
+class StuckReason:
+    """Why jobs are pending that will not start for now."""
+
+    pattern: str  # of the reasons that squeue prints
+    meaning: str
+    remedy: Remedy = Remedy.PROFILE
+
+
+STUCK_REASONS = (
+    StuckReason(
         "PartitionConfig|PartitionNodeLimit",
         "no node of the partition has what a job asks for: cpus_per_process, gpus_per_process "
         "(both times world.processes_per_node) and memory_per_node; or it has fewer nodes than "
         "world.nodes",
     ),
-    ("PartitionTimeLimit", "the partition allows less than `time` or `score_time`"),
-    ("BadConstraints", "no node has what `constraint`, `gpu_type` or `extra` ask for"),
-    ("PartitionDown|PartitionInactive", "the partition is closed"),
-    (
+    StuckReason("PartitionTimeLimit", "the partition allows less than `time` or `score_time`"),
+    StuckReason("BadConstraints", "no node has what `constraint`, `gpu_type` or `extra` ask for"),
+    StuckReason("PartitionDown|PartitionInactive", "the partition is closed"),
+    StuckReason(
         "ReqNodeNotAvail|DOWN, DRAINED",
-        "the nodes are down, drained or reserved: wait for them, or ask for others",
+        "nodes that it needs are down, drained or reserved",
+        Remedy.PATIENCE,
     ),
-    ("InvalidAccount|InvalidQOS", "`account` or `qos` may not be used any more"),
-    (
+    StuckReason("InvalidAccount|InvalidQOS", "`account` or `qos` may not be used any more"),
+    StuckReason(
         "(Assoc|QOS)Max.*PerJob|(Assoc|QOS)Max.*PerNode|MaxMemPerLimit",
         "account or QOS allow less than one job asks for",
     ),
-    ("DependencyNeverSatisfied", "the job that it waits for has failed"),
-    ("(?i)held", "it is held: `scontrol release JOB` lets it go"),
+    StuckReason("DependencyNeverSatisfied", "the job that it waits for has failed"),
+    StuckReason(
+        "launch failed requeued held",
+        "a node failed while it started there, and Slurm holds it",
+        Remedy.RELEASE,
+    ),
+    StuckReason("(?i)held", "somebody holds it", Remedy.RELEASE),
 )
 
 
-def explain_stuck(reason: str) -> str | None:
+def explain_stuck(reason: str) -> StuckReason | None:
     """Why a pending job with this reason does not start by itself; None where it may."""
-    for pattern, meaning in STUCK:
-        if re.search(pattern, reason):
-            return meaning
+    for stuck in STUCK_REASONS:
+        if re.search(stuck.pattern, reason):
+            return stuck
     return None
+
+
+def unavailable_nodes() -> list[str]:
+    """The nodes that Slurm does not use now, and why: `n2 down* (Not responding)`."""
+    states = "--states=down,drain,fail,no_respond"
+    listed = run_or_empty("sinfo", "--noheader", "--Node", states, "--format=%N|%T|%E")
+    nodes = []
+    for line in listed.splitlines():
+        name, state, reason = line.split("|", 2)
+        node = f"{name} {state}"
+        if reason != "none":
+            node += f" ({reason})"
+        if node not in nodes:  # a node has a line for each of its partitions
+            nodes.append(node)
+    return nodes
 
 
 def describe_job(job: str) -> dict[str, str]:
