@@ -46,12 +46,17 @@ start_slurmd() {
 }
 
 stop_slurmd() {
-    local file pid
+    local file pid i
     for file in "$dir"/slurmd.n*.pid; do
         alive "$file" || continue
         pid=$(<"$file")
         kill "$pid"
-        while kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
+        for i in $(seq 300); do
+            kill -0 "$pid" 2>/dev/null || continue 2
+            sleep 0.1
+        done
+        say "slurmd $pid does not end, and is killed" >&2 # it waits for a job that it was told to end
+        kill -9 "$pid"
     done
 }
 
