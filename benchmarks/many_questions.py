@@ -1,6 +1,9 @@
 """Write a record file of many questions with four letters each; NumPy alone is needed.
 
-    python benchmarks/many_questions.py OUT.jsonl [QUESTIONS]      # 1,000,000 by default, about 430 MB
+    python benchmarks/many_questions.py OUT.jsonl [QUESTIONS]
+
+By default there are a million questions, which take about 430 MB. eval/METRICS.md says how long
+their metrics take.
 """
 
 import json
