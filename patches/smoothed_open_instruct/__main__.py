@@ -45,9 +45,9 @@ class RunState:
     """What the script of this process has parsed.
 
     `args.reduce_loss` has three values in turn: "mean" while the script checks its arguments, since
-    its check takes that at every commit; then what was asked, from which the loss is made; and from
-    the first batch on "mean" again, since the script's branch for "mean" is the one that takes
-    `outputs.loss` as it is.
+    its check takes that at every commit; then what was asked, which the script hands to its
+    trackers, and from which `prepare` makes the loss; and from the first batch on "mean" again,
+    since the script's branch for "mean" is the one that takes `outputs.loss` as it is.
     """
 
     args: Any = None

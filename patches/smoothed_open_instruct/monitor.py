@@ -57,13 +57,28 @@ class Monitor:
             norm = model.get_global_grad_norm()
             limit = model.gradient_clipping()
         else:
-            # A limit of infinity scales by exactly 1, and this works for every kind of sharding.
-            norm = self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
+            norm = self._gradient_norm(model)
             limit = self.args.clip_grad_norm
         if norm is not None:
             self.interval.norms.append(float(norm))
             if 0 < limit < float(norm):
                 self.interval.clipped_updates += 1
+
+    def _gradient_norm(self, model: Any) -> float:
+        """The norm of an update's gradient, which stays as it is, over all ranks."""
+        accelerator = self.accelerator
+        # To clip at infinity scales by exactly 1, and works for every kind of sharding.
+        if accelerator.scaler is None:
+            return float(accelerator.clip_grad_norm_(model.parameters(), math.inf))
+        # Under fp16 that would also divide the gradients by the scale of the loss. Upstream's own
+        # clipping does so afterwards, and torch raises when it is done twice in an update.
+        native_amp = accelerator.native_amp
+        accelerator.native_amp = False  # without which accelerate leaves the scale alone
+        try:
+            scaled_norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+        finally:
+            accelerator.native_amp = native_amp
+        return float(scaled_norm) / accelerator.scaler.get_scale()
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Add this project's statistics to upstream's metrics, and log both as one JSON line.

@@ -29,7 +29,7 @@ class TrainingLoss:
     accelerator: Any
 
     def attach(self, model: Any) -> None:
-        """Replace the model's loss; call it once, before LoRA and before `accelerator.prepare`.
+        """Replace the model's loss; call it once, before `accelerator.prepare`.
 
         Raises TypeError for a model that the fused loss does not know.
         """

@@ -318,6 +318,29 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_marked(tmp_path, monkeypatch):
     assert flushed == {str(path) for path in (folder, *folder.rglob("*"))}
 
 
+@pytest.mark.parametrize("limit", [-1.0, 2.5])
+def test_under_fp16_upstream_can_still_unscale_the_gradients(monkeypatch, limit):
+    """torch's scaler refuses to do it twice in an update, and upstream does it where it clips."""
+    accelerator = Accelerator(cpu=True)
+    # accelerate itself takes fp16 on a GPU only.
+    monkeypatch.setitem(vars(accelerator.state), "_mixed_precision", "fp16")
+    monkeypatch.setattr(accelerator, "native_amp", True)
+    monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    layer = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
+    monitor = Monitor(arguments(log_statistics=True, clip_grad_norm=limit), accelerator)
+    loss = 3.0 * layer.weight.sum()
+    accelerator.scaler.scale(loss).backward()
+    monitor.observe(model, loss)
+    assert monitor.interval.norms == [3.0]
+    if limit > 0:
+        assert accelerator.clip_grad_norm_(model.parameters(), limit) == 3.0
+        assert monitor.interval.clipped_updates == 1
+    before = layer.weight.item()
+    optimizer.step()
+    assert before - layer.weight.item() == pytest.approx(limit if limit > 0 else 3.0)
+
+
 def test_monitor_logs_what_came_since_the_last_line(caplog, tmp_path, monkeypatch):
     """And writes it where sweeps read it, under their names."""
     monkeypatch.setenv("STATISTICS_FILE", str(tmp_path / "metrics.jsonl"))
