@@ -106,6 +106,36 @@ def test_a_launch_here_that_begins_while_one_on_slurm_waits_keeps_it_from_submit
     assert not list(jobs_folder.glob("*/names"))
 
 
+def test_a_launch_here_is_refused_while_one_on_slurm_submits(toy_file, profile, slurm):
+    path = toy_file(grid={}, cluster=profile())
+    plan = plan_sweep(path, [])
+    jobs_folder = plan.folder / "jobs"
+    jobs_folder.mkdir(parents=True)
+    with locked(jobs_folder / ".lock", 1, "busy"):
+        printed = launch(path, "--executor", "local", code=2)
+    assert f"{plan.folder}: a launch on Slurm is submitting" in printed
+    assert not any(run.path.exists() for run in plan.runs)
+
+
+def test_a_launch_here_looks_at_the_queue_while_it_keeps_others_from_queueing(
+    toy_file, profile, slurm
+):
+    """A job that was queued since it began is then seen, and none can be queued after the look."""
+    path = toy_file(grid={}, cluster=profile())
+    run = prepare(path)
+    folder = run.path.parent / "jobs" / "aaaaaa"
+    folder.mkdir(parents=True)
+    (folder / "names").write_text(f"{run.name}\n")
+    (slurm / "squeue").write_text(
+        f"#!{sys.executable}\n"
+        "from pathlib import Path\n"
+        "from sweeps.runs.files import is_locked\n"
+        f"if is_locked(Path({str(plan_sweep(path, []).lock)!r})):\n"
+        "    print('71|0|PENDING|toy.train.aaaaaa|Priority')\n"
+    )
+    assert "is queued on Slurm" in launch(path, "--executor", "local", code=2)
+
+
 def test_a_launch_with_nothing_to_submit_still_writes_what_it_asks_for(toy_file, profile, slurm):
     path = toy_file(grid={}, cluster=profile())
     run = complete(path)

@@ -225,9 +225,44 @@ def test_what_dies_with_its_supervisor_is_counted_too(toy_file):
     for _ in range(4):
         run.note_beginning("train")
     assert worker.work(run, lambda: False) is Outcome.FAILED
-    assert "4 attempts in a row" in run.events()[-1].error
+    assert (
+        "4 attempts in a row brought it no further (4 ended with their worker)"
+        in run.events()[-1].error
+    )
     run.note(EventKind.LAUNCHED)  # by a launch: somebody asks for it again
     assert run.attempts_without_progress("train") == 0
+
+
+def test_a_run_that_was_stopped_again_and_again_is_given_up_with_that_word(toy_file):
+    """Preemptions before the first update are no failures, and the message must not sound so."""
+    run = prepare(toy_file(grid={}))
+    for _ in range(3):
+        run.note_beginning("train")
+        run.note(EventKind.ENDED, exit=75, stopped=True)
+    run.note_beginning("train")
+    run.note(EventKind.ENDED, exit=-9, killed=True)
+    run.note(EventKind.ENDED, stopped=True)  # before the next attempt could begin
+    assert worker.work(run, lambda: False) is Outcome.FAILED
+    error = run.events()[-1].error
+    assert "4 attempts in a row brought it no further (3 stopped, 1 killed)" in error
+
+
+@pytest.mark.slow
+def test_a_run_that_another_process_is_at_is_no_failed_run(toy_file, hold):
+    """Its program gives up after half a minute, and the run itself is well."""
+    path = toy_file(grid={}, train=LONG)
+    run = prepare(path)
+    by_hand = subprocess.Popen([sys.executable, "-m", "sweeps", "train", str(run.path)])
+    try:
+        wait_for(run.metrics.exists)
+        printed = launch(path, "--executor", "local", code=1)
+        assert f"failed: {run.name}: another process is at this run" in printed
+        assert not [event.error for event in run.events() if event.error]
+        assert "1 running" in command("status", path).stdout
+    finally:
+        by_hand.kill()
+        by_hand.wait()
+    assert "1 to do" in command("status", path).stdout
 
 
 def test_a_training_that_went_well_is_no_idle_attempt_at_scoring(toy_file, tiny):

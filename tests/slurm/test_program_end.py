@@ -53,7 +53,7 @@ ENDS = {
 
 @pytest.mark.parametrize(("exit_code", "lines", "expected"), ENDS.values(), ids=list(ENDS))
 def test_an_end_on_two_nodes_is_what_happened_first(exit_code, lines, expected):
-    assert ProgramEnd(exit_code, lines, nodes=2).first_rank_exit_code == expected
+    assert ProgramEnd(exit_code, lines, nodes=2).telling_exit_code == expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_an_end_on_two_nodes_is_what_happened_first(exit_code, lines, expected):
     [(1, [rank(75), rank(-9)], -9), (1, ["no rank"], 1), (-9, [rank(1)], -9), (0, [], 0)],
 )
 def test_on_one_node_torchrun_prints_the_first_failure_last(exit_code, lines, expected):
-    assert ProgramEnd(exit_code, lines).first_rank_exit_code == expected
+    assert ProgramEnd(exit_code, lines).telling_exit_code == expected
 
 
 def test_the_error_that_is_shown_is_no_consequence_of_another_ones():

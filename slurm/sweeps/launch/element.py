@@ -1,7 +1,8 @@
 """What an element of a job array does: it works on one run, and requeues itself when asked to go.
 
 Before the time limit and at a preemption, Slurm sends signals. They are only noted: `worker.work`
-then lets the run save, and what comes next is decided afterwards.
+then lets the run save, and what comes next is decided afterwards. How a run is stopped and goes on
+is told step by step in `sweeps.training.checkpoint`.
 
 Slurm requeues a job by itself once a node of it has not answered for some minutes. If only the
 node's slurmd has died, the job's processes there live on, and no signal reaches them. They must not
@@ -28,7 +29,7 @@ from sweeps.launch.submitit_adapter import (
 )
 from sweeps.runs.events import EventKind
 from sweeps.runs.files import is_locked
-from sweeps.runs.processes import job_id
+from sweeps.runs.processes import job_label
 from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import describe_job
 from sweeps.runs.stages import TRAIN, Outcome
@@ -55,7 +56,7 @@ class Element(Checkpointable):
         self.stages = stages
 
     def __call__(self) -> None:
-        """Work on the run that `names` gives this element, until it is done, failed or saved."""
+        """Work on this element's run, until it is done, failed or saved; see `assigned_run`."""
         run = assigned_run()
         heard: set[int] = set()
         for number in (signal.SIGUSR2, signal.SIGTERM):
@@ -67,7 +68,10 @@ class Element(Checkpointable):
 
         take_over(run, is_asked_to_stop)
         outcome = worker.work(run, is_asked_to_stop, self.stages)
-        if outcome is Outcome.STOPPED and (signal.SIGTERM not in heard or may_requeue()):
+        # By USR2, ahead of the time limit; by a stop file that somebody made by hand, or a TERM to
+        # the program alone, of which Slurm knows nothing; or because Slurm gave up a node.
+        only_warned = signal.SIGTERM not in heard
+        if outcome is Outcome.STOPPED and (only_warned or may_requeue()):
             come_back(run)
         sys.exit(outcome.value)  # without words: what is to be said stands in the log already
 
@@ -107,7 +111,7 @@ def take_over(run: Run, asked_to_stop: Callable[[], bool]) -> None:
     if restart_count() == 0 or not is_locked(run.lock_file):
         return
     beginnings = [event.details for event in run.events() if event.kind is EventKind.BEGAN]
-    if not beginnings or beginnings[-1].get("job") != job_id():
+    if not beginnings or beginnings[-1].get("job") != job_label():
         return
     host = beginnings[-1].get("host")
     print(
@@ -145,24 +149,24 @@ def restart_count() -> int:
 
 def has_gone_on() -> bool:
     """Whether Slurm has requeued, started again or cancelled this job without this process."""
-    job = job_id()
-    assert job is not None  # an element runs in a job
-    known = describe_job(job)
+    label = job_label()
+    assert label is not None  # an element runs in a job
+    known = describe_job(label)
     is_over_here = known.get("JobState") in ("PENDING", "CANCELLED")
     return is_over_here or int(known.get("Restarts", "0")) > restart_count()
 
 
 def requeue() -> bool:
     """Let Slurm put this job back into its queue; False, with a message, if it does not answer."""
-    job = job_id()
-    assert job is not None  # an element runs in a job
+    label = job_label()
+    assert label is not None  # an element runs in a job
     try:
-        subprocess.run(["scontrol", "requeue", job], timeout=REQUEUE_PATIENCE, check=True)
+        subprocess.run(["scontrol", "requeue", label], timeout=REQUEUE_PATIENCE, check=True)
     except subprocess.CalledProcessError:  # its own words stand in the log
-        print(f"scontrol requeue {job} has failed; again in {REQUEUE_PAUSE} s", flush=True)
+        print(f"scontrol requeue {label} has failed; again in {REQUEUE_PAUSE} s", flush=True)
         return False
     except subprocess.TimeoutExpired:
-        print(f"scontrol requeue {job} does not answer; again in {REQUEUE_PAUSE} s", flush=True)
+        print(f"scontrol requeue {label} does not answer; again in {REQUEUE_PAUSE} s", flush=True)
         return False
     return True
 
@@ -178,17 +182,19 @@ def assigned_run() -> Run:
 def may_requeue() -> bool:
     """Whether this job, to which Slurm has sent TERM, comes back only if it requeues itself.
 
-    TERM comes at the time limit, with the GraceTime of a preemption, for a scancel, and for a
-    requeue that Slurm has begun by itself. After the last two, Slurm alone decides what comes next.
+    TERM comes at the time limit, at a preemption, for a scancel, and for a requeue that somebody
+    else has asked for. In the last two cases Slurm decides alone what comes next, and none of the
+    three conditions below holds.
     """
-    job = job_id()
-    assert job is not None  # an element runs in a job
-    known = describe_job(job)
+    label = job_label()
+    assert label is not None  # an element runs in a job
+    known = describe_job(label)
     while not known:  # the controller is busy, or away
         time.sleep(ASK_PAUSE)
-        known = describe_job(job)
-    # In its GraceTime a job is RUNNING, and Slurm does not requeue one that leaves by itself.
-    is_running = known.get("JobState") == "RUNNING"
+        known = describe_job(label)
+    # The GraceTime of a preemption. Slurm does not requeue a job that leaves before it is over.
+    is_in_grace_time = known.get("JobState") == "RUNNING"
     is_timed_out = known.get("Reason") == "TimeLimit"
+    # A preemption without GraceTime, or one whose GraceTime is over.
     is_preempted = known.get("PreemptTime", "None") != "None"
-    return is_running or is_timed_out or is_preempted
+    return is_in_grace_time or is_timed_out or is_preempted

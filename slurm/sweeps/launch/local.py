@@ -1,7 +1,7 @@
-"""Launching on this machine: some workers, each with a run and with GPUs of its own at a time.
+"""Launching on this machine: workers take run after run, and train and score it.
 
-More workers than GPUs share them evenly: the launches of a small model's kernels keep a GPU busy
-for part of a step only.
+A worker has the GPUs of one run. Where there are more workers than sets of GPUs, several share a
+set: a small model leaves a GPU idle for part of each step, while the CPU launches its kernels.
 """
 
 import os
@@ -20,7 +20,7 @@ from sweeps.launch import worker
 from sweeps.launch.snapshot import snapshot
 from sweeps.runs import slurm_queue, stages
 from sweeps.runs.events import EventKind
-from sweeps.runs.files import locked
+from sweeps.runs.files import is_locked, locked
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command, visible_gpus
 from sweeps.runs.run import Run
@@ -68,12 +68,14 @@ class LaunchEnd:
 
 
 def launch_here(plan: SweepPlan) -> LaunchEnd:
-    """Train and score what is not done yet."""
-    if shutil.which("squeue") and slurm_queue.live_jobs(plan.folder):
-        raise InputError(f"{plan.folder}: is queued on Slurm; {cli_command('cancel', plan.folder)}")
+    """Train and score what is not done yet.
+
+    Raises InputError while another launch is at the folder, here or on Slurm.
+    """
     plan.folder.mkdir(parents=True, exist_ok=True)
     busy_message = f"{plan.folder}: another launch is at it; Ctrl-C there ends it"
     with locked(plan.lock, LAUNCH_PATIENCE, busy_message):
+        refuse_a_launch_on_slurm(plan)
         plan.create()
         worker.finish_complete(plan.baselines_and_runs)
         gpu_sets = workers(plan.sweep)
@@ -84,6 +86,21 @@ def launch_here(plan: SweepPlan) -> LaunchEnd:
         pool = WorkerPool(gpu_sets, code_folder)
         pool.work_on(todo, title=plan.sweep.name)
     return LaunchEnd(pool.stop_signal, pool.unfinished)
+
+
+def refuse_a_launch_on_slurm(plan: SweepPlan) -> None:
+    """Raise InputError while the folder's runs are queued on Slurm, or a launch queues them.
+
+    To be called with `plan.lock` held. A launch on Slurm looks at that lock while it holds its own,
+    so that of two launches at the same time one at least sees the other.
+    """
+    if is_locked(plan.folder / "jobs" / ".lock"):
+        raise InputError(
+            f"{plan.folder}: a launch on Slurm is submitting; wait until it ends, or end it by "
+            "Ctrl-C there"
+        )
+    if shutil.which("squeue") and slurm_queue.live_jobs(plan.folder):
+        raise InputError(f"{plan.folder}: is queued on Slurm; {cli_command('cancel', plan.folder)}")
 
 
 class WorkerPool:
@@ -150,10 +167,12 @@ class WorkerPool:
             )
         finally:
             self._free_gpus.put(gpus)
+        if outcome is Outcome.FINISHED_STAGES:  # all of them, so that the run is done
+            return f"done: {run.name}"
+        self.unfinished.append(run.name)
         line = f"{outcome.name.lower()}: {run.name}"
-        if outcome is not Outcome.DONE:
-            self.unfinished.append(run.name)
         if outcome is Outcome.FAILED:
-            error = run.events()[-1].error
+            # The last event may be another process's, which has kept the worker from the run.
+            error = run.events()[-1].error or "another process is at this run"
             line += f": {error} (log: {run.path.absolute()}/*.log)"
         return line

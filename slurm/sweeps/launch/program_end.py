@@ -28,8 +28,11 @@ class ProgramEnd:
     nodes: int = 1  # on which it ran
 
     @property
-    def first_rank_exit_code(self) -> int:
-        """The exit code, which torchrun hides, of the rank that ended first."""
+    def telling_exit_code(self) -> int:
+        """The exit code that tells most about the end, which torchrun and srun may hide.
+
+        On one node it is that of the rank that ended first; on several see `_exit_code_of_nodes`.
+        """
         if self.exit_code == 0:
             return 0
         if self.nodes > 1:
@@ -41,12 +44,14 @@ class ProgramEnd:
         return self.exit_code
 
     def _exit_code_of_nodes(self) -> int:
-        """The exit code that tells most of those of all ranks, and of the programs above them.
+        """The exit code that tells most, of all that the ranks and the programs above them had.
 
         Where one rank has gone, those on other nodes lose their connection and fail or abort. So
         a stop or a kill counts before a failure, and a failure before an abort, in whatever order
         they are printed. What srun kills because another node has ended says nothing.
         """
+        # Of srun's lines only those count that it printed before it killed the rest. The ranks' own
+        # exit codes, which each torchrun prints in a table, count wherever they stand.
         printed, _, _ = "\n".join(["", *self.lines]).partition(SRUN_KILLS)
         ranks = [int(code) for code in RANK_EXIT_CODE.findall("\n".join(self.lines))]
         programs = [int(code) for code in NODE_EXIT_CODE.findall(printed)]
@@ -56,4 +61,10 @@ class ProgramEnd:
         if NODE_KILLED.search(printed):
             kills.append(-signal.SIGKILL)
         failures = [code for code in [*ranks, *programs] if code > 0]
-        return [*kills, *failures, *ranks, self.exit_code][0]
+        if kills:
+            return kills[0]
+        if failures:
+            return failures[0]
+        if ranks:  # all of them have aborted
+            return ranks[0]
+        return self.exit_code

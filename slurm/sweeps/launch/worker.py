@@ -16,19 +16,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sweeps.launch.program_end import ProgramEnd
-from sweeps.runs.events import EventKind
+from sweeps.runs.events import Event, EventKind
 from sweeps.runs.files import is_locked, last_error, tail
 from sweeps.runs.processes import end_with_parent
 from sweeps.runs.run import Run
 from sweeps.runs.stages import SCORE, STAGES, TRAIN, Outcome, next_stage
 
 POLL = 0.2  # seconds between looks at a program that runs
-# Exit codes by which a program between this process and the killed one, such as torchrun or a
-# shell, reports the kill. Of a program of its own, this process sees the negative signal.
-KILLED_BELOW = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+# Exit codes by which a program between this process and the killed one, such as a shell or
+# `open_instruct_backend.train`, reports the kill. Of its own program it sees the negative signal.
+KILL_CODES_OF_WRAPPERS = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+BAD_INPUT = 2  # the exit code of a program of ours that refuses to begin
 FULL_DISK = 1 << 20  # bytes that are left on a disk which is called full
 LOG_LINES = 400  # of a program's output on one node, among which its error is looked for
 LOG_BYTES = 1 << 16
@@ -45,8 +47,9 @@ def work(
 
     It is asked by `asked_to_stop`, or by a stop file that somebody puts into its folder. Programs
     get `environment` on top of this process's. One that is killed starts again, but not more than
-    `max_idle_restarts` times without progress. Returns DONE when the next stage is none of these:
-    all is done, or what comes next is another array's.
+    `max_idle_restarts` times without progress. Where another process works on the run, this one
+    gives up with FAILED too; attempts.jsonl then says `busy` and no error. Returns FINISHED_STAGES
+    when the next stage is none of these: all is done, or what comes next is another array's.
     """
     run.stop_file.unlink(missing_ok=True)  # which an earlier attempt has left
 
@@ -63,33 +66,43 @@ def work(
             return Outcome.STOPPED
         run.note_beginning(stage)
         end = _execute(run, stage, is_asked_to_stop, environment)
-        exit_code = end.first_rank_exit_code
+        exit_code = end.telling_exit_code
         stage_before = stage
         stage = next_stage(run)
-        if stage != stage_before:  # it did what it was for, whatever its exit code
+        if stage != stage_before:
+            # The program did what it was for, whatever its exit code. One that trains may go on to
+            # score: if that fails, the training counts as done, nothing is noted here, and the
+            # next attempt, at scoring, shows the error.
             run.note(EventKind.ENDED, exit=exit_code)
         elif is_asked_to_stop() or exit_code == Outcome.STOPPED.value:
+            # Also where the program failed meanwhile: the next attempt then shows how.
             run.note(EventKind.ENDED, exit=exit_code, stopped=True)
             return Outcome.STOPPED
-        elif exit_code < 0 or exit_code in KILLED_BELOW:  # the same stage is tried again
+        elif exit_code < 0 or exit_code in KILL_CODES_OF_WRAPPERS:  # the same stage is tried again
             run.note(EventKind.ENDED, exit=exit_code, killed=True)
             print(
                 f"{run.name}: {stage}: killed (exit {exit_code}), step {run.last_saved_step()}",
                 flush=True,
             )
+        elif exit_code == BAD_INPUT and is_locked(run.lock_file):
+            # The program has waited for the run's lock and ended, so that somebody else holds it:
+            # another job, or who trains the run by hand. The run itself is well.
+            run.note(EventKind.ENDED, exit=exit_code, busy=True)
+            print(f"{run.name}: {stage}: another process is at this run", flush=True)
+            return Outcome.FAILED
         else:
             run.note(EventKind.ENDED, exit=exit_code, error=_reason(run, exit_code, end.lines))
             return Outcome.FAILED
     if stage is None:
         _finish(run)
-    return Outcome.DONE
+    return Outcome.FINISHED_STAGES
 
 
 def finish_complete(runs: Iterable[Run]) -> None:
     """Finish the runs of which nothing is left to do, unless a process is at them.
 
-    A worker may have been killed after its last program and before it did so, and an earlier launch
-    may have kept what this one does not.
+    A worker may have been killed after its last program and before it finished the run, and an
+    earlier launch may have kept what this one does not.
     """
     for run in runs:
         if next_stage(run) is None and not is_locked(run.lock_file):
@@ -107,13 +120,42 @@ def _finish(run: Run) -> None:
 
 
 def _give_up(run: Run, count: int) -> Outcome:
-    """Note why a run is not tried again."""
-    error = f"{count} attempts in a row brought it no further"
+    """Note why a run is not tried again, and how its last `count` attempts ended."""
+    times_by_end = Counter(_ends_of_attempts(run.events())[-count:])
+    ends = ", ".join(f"{times} {end}" for end, times in times_by_end.items())
+    error = f"{count} attempts in a row brought it no further ({ends})"
     exit_codes = [event.details["exit"] for event in run.events() if "exit" in event.details]
     if exit_codes and exit_codes[-1] in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        error += ": out of memory, perhaps: raise memory_per_node or lower the batch"
+        error += "; out of memory, perhaps: raise memory_per_node or lower the batch"
     run.note(EventKind.ENDED, error=error)
     return Outcome.FAILED
+
+
+def _ends_of_attempts(events: Iterable[Event]) -> list[str]:
+    """How each attempt of a run ended, in their order: `stopped`, `killed` and the like."""
+    ends: list[str] = []
+    is_open = False  # whether the end of the last attempt is still to come
+    for event in events:
+        if event.kind is EventKind.BEGAN:
+            ends.append("ended with their worker")  # which did not live to note how
+            is_open = True
+        elif event.kind is EventKind.ENDED and is_open:
+            ends[-1] = _end_in_words(event)
+            is_open = False
+    return ends
+
+
+def _end_in_words(event: Event) -> str:
+    """How an attempt ended that this event notes the end of."""
+    if event.was_stopped:
+        return "stopped"
+    if "killed" in event.details:
+        return "killed"
+    if event.error is not None:
+        return "failed"
+    if "busy" in event.details:
+        return "met another process"
+    return "ended well"
 
 
 def _execute(
@@ -149,6 +191,7 @@ def _execute(
             was_asked = True
             # A trainer that finds this file saves and leaves; it does not go on to score.
             run.stop_file.touch()
+            # With model/ there, the program scores, whichever stage it was started for.
             is_scoring = run.trained
             if is_scoring:  # which looks for no file, and keeps what it has when killed
                 os.killpg(program.pid, signal.SIGTERM)

@@ -84,7 +84,7 @@ def cli_command(command: str, *words: str | Path) -> str:
     return f"{start} {shlex.join(typed)}"
 
 
-def job_id() -> str | None:
+def job_label() -> str | None:
     """The label of the Slurm job that this process belongs to, as squeue prints it; else None.
 
     Here and elsewhere, a label is 12_3 for an element of an array, and 12 for another job.

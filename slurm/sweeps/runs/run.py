@@ -32,7 +32,7 @@ from calibeval.io import InputError, sha256, write_text
 from calibeval.request import Strict
 from sweeps.runs.backend import load_backend
 from sweeps.runs.events import Event, EventKind, append_event, read_events
-from sweeps.runs.processes import job_id, run_or_empty
+from sweeps.runs.processes import job_label, run_or_empty
 from sweeps.runs.schema import Keep, Score, World, compatible_values
 from sweeps.runs.yaml_io import build, dump_yaml, read_yaml
 
@@ -234,7 +234,7 @@ class Run:
             progress=self.progress(),
             files=self._file_hashes(),
             host=socket.gethostname(),
-            job=job_id(),
+            job=job_label(),
             gpus=gpus.splitlines(),
             **versions,
         )

@@ -85,9 +85,9 @@ def unavailable_nodes() -> list[str]:
     return nodes
 
 
-def describe_job(job: str) -> dict[str, str]:
+def describe_job(label: str) -> dict[str, str]:
     """What the controller says of a job, `JobState` and the like; empty if it does not answer."""
-    words = run_or_empty("scontrol", "show", "job", job).split()
+    words = run_or_empty("scontrol", "show", "job", label).split()
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 

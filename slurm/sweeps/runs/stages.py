@@ -13,11 +13,11 @@ STAGES = (TRAIN, SCORE)  # in their order; each is also the `python -m sweeps` c
 class Outcome(Enum):
     """How the work on a run ended, of an element or of a worker here; the value is the exit code.
 
-    DONE says that the stages that it was to do are done. If another array scores the run, it is
-    still to be scored then, and its folder has no file DONE.
+    A run with FINISHED_STAGES need not be done: where another array scores it, the stages of the
+    first one end with the training, and its folder has no file DONE yet.
     """
 
-    DONE = 0
+    FINISHED_STAGES = 0  # those that this element or worker was to do
     FAILED = 1
     STOPPED = 75  # sysexits.h, EX_TEMPFAIL: saved because somebody asked; to be continued
 
