@@ -13,9 +13,10 @@ import pytest
 import yaml
 from sweep_tools import PROJECT, wait_for
 
+from smoothed_open_instruct.resume import SETTINGS
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
-from sweeps.runs.schema import DistributedConfig
+from sweeps.runs.schema import World
 from sweeps.training import open_instruct_backend
 from sweeps.training.open_instruct_backend import OpenInstructOptions
 
@@ -30,6 +31,11 @@ KNOWN_TO_FINETUNE = """
     gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints timeout
 """
 ADDED_BY_PATCHES = "label_smoothing loss_impl filter_eps attention_dropout attn_implementation"
+# Those of them that do not decide what is trained.
+NOT_DECISIVE = """
+    preprocessing_num_workers use_flash_attn attn_implementation fused_optimizer loss_impl
+    gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints timeout
+"""
 
 
 def some_options(**given: Any) -> OpenInstructOptions:
@@ -95,6 +101,11 @@ def test_finetune_is_given_no_argument_that_it_does_not_know(tmp_path, monkeypat
     assert None not in arguments.values()
 
 
+def test_every_option_is_another_run_or_is_known_not_to_be():
+    """A checkpoint of a run with another value of a new option would be continued."""
+    assert OpenInstructOptions.model_fields.keys() - set(SETTINGS) == set(NOT_DECISIVE.split())
+
+
 def test_finetunes_arguments_are_the_options_of_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = planned_run(tmp_path)
@@ -113,18 +124,16 @@ def test_finetunes_arguments_are_the_options_of_the_run(tmp_path, monkeypatch):
     ],
 )
 def test_flash_attention_is_asked_for_where_it_is_used(options, uses_flash_attn):
-    needed = open_instruct_backend.packages(some_options(**options), DistributedConfig())
+    needed = open_instruct_backend.packages(some_options(**options), World())
     assert ("flash_attn" in needed) == uses_flash_attn
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero3-offload"])
 def test_this_projects_deepspeed_files_clip_explicitly(name):
     config = PROJECT / "configs" / "deepspeed" / f"{name}.json"
-    distributed = DistributedConfig(deepspeed=str(config))
-    assert open_instruct_backend.clipping_problems(some_options(), distributed) == []
-    (problem,) = open_instruct_backend.clipping_problems(
-        some_options(clip_grad_norm=1.0), distributed
-    )
+    world = World(deepspeed=str(config))
+    assert open_instruct_backend.clipping_problems(some_options(), world) == []
+    (problem,) = open_instruct_backend.clipping_problems(some_options(clip_grad_norm=1.0), world)
     assert "DeepSpeed ignores it" in problem
 
 
@@ -132,10 +141,20 @@ def test_this_projects_deepspeed_files_clip_explicitly(name):
 def test_deepspeed_files_that_clip_implicitly_are_refused(tmp_path, limit):
     path = tmp_path / "zero.json"
     path.write_text(json.dumps({"gradient_clipping": limit}))
-    distributed = DistributedConfig(deepspeed=str(path))
-    (problem,) = open_instruct_backend.clipping_problems(some_options(), distributed)
+    world = World(deepspeed=str(path))
+    (problem,) = open_instruct_backend.clipping_problems(some_options(), world)
     assert str(path) in problem
     assert "expected a number" in problem
+
+
+def test_an_fsdp_file_is_refused_which_finetune_would_not_see(tmp_path, monkeypatch):
+    """Every rank would silently hold all weights."""
+    monkeypatch.delenv("OPEN_INSTRUCT_DIR", raising=False)
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"messages": []}) + "\n")
+    options = some_options(train_file=str(path))
+    problems = open_instruct_backend.missing(options, World(fsdp="configs/fsdp/fsdp2.json"))
+    assert any("world.fsdp: backend open-instruct shards by DeepSpeed" in it for it in problems)
 
 
 # finetune.py from the signals' point of view: it looks for the stop file alone.

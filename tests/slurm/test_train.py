@@ -23,6 +23,8 @@ from training_runs import finished_run, logged, own_token_cache, windowed_gemma
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaForCausalLM,
     TrainingArguments,
     get_scheduler,
@@ -32,12 +34,14 @@ from calibeval.io import InputError
 from sweeps.launch import preflight
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
-from sweeps.training import attention, checkpoint, fit, hf_trainer
+from sweeps.runs.schema import World
+from sweeps.training import attention, checkpoint, fit, hf_backend, hf_trainer
 from sweeps.training.attention import use_packed_attention
 from sweeps.training.callbacks import StopSignal
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset
 from sweeps.training.hf_arguments import use_one_gpu
+from sweeps.training.model_loading import prepare_model
 from sweeps.training.options import TrainOptions
 from sweeps.training.saving import in_precision
 from sweeps.training.tokenization import IGNORE, make_tokenizer, tokenize_file
@@ -524,6 +528,24 @@ def test_a_missing_smoothing_target_is_named_before_anything_is_queued(sweep_fil
     assert f"train.smoothing_target: {file}: no such file" in problems
     with pytest.raises(InputError, match=r"train\.smoothing_target: found 'unigrams'"):
         plan_sweep(path, ["train.smoothing_target=unigrams"])
+
+
+def test_two_ways_to_shard_a_run_are_refused(sweep_file):
+    options = prepare(sweep_file(grid={})).config().train_options
+    world = World(deepspeed="zero3.json", fsdp="fsdp2.json")
+    (problem,) = hf_backend.missing(options, world)
+    assert problem.startswith("world.deepspeed, world.fsdp: one of them shards a run")
+
+
+def test_only_compiling_needs_a_model_whose_layers_are_known(sweep_file):
+    run = prepare(sweep_file(grid={}))
+    options = run.config().train_options
+    dataset = one_rank_dataset(options)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8))
+    assert prepare_model(model, options, dataset, half_precision=False) is model
+    asked = options.model_copy(update={"compile": True})
+    with pytest.raises(InputError, match=r"train.compile: GPT2LMHeadModel has no model\.layers"):
+        prepare_model(model, asked, dataset, half_precision=False)
 
 
 @pytest.mark.parametrize("kind", ["too few", "unnormalized", "not numbers", "text"])

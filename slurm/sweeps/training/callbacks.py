@@ -19,7 +19,8 @@ from sweeps.training.hf_trainer import SweepTrainer
 from sweeps.training.ranks import print_once
 from sweeps.training.saving import MODEL_PART
 
-# Slurm sends USR2 ahead of a job's end to every process of the job, also to ranks.
+# Slurm sends USR2 ahead of a job's end: to every process of a job on one node, also to ranks; of a
+# job on several nodes to the process that runs its script alone.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
@@ -116,6 +117,7 @@ class ScheduleCallback(TrainerCallback):
             control.should_training_stop = True
         has_held_out = self.trainer.train_options.held_out > 0
         control.should_evaluate = has_held_out and (done or ends_epoch)
+        # The last update needs no checkpoint: model/ follows at once (see `checkpoint`).
         control.should_save = not done and (stopping or self._is_checkpoint_due(step))
 
     def _is_checkpoint_due(self, step: int) -> bool:

@@ -15,10 +15,15 @@ The last update has no checkpoint: whoever asks for a stop after it gets the mod
 full disk before model/ is there makes the next attempt repeat the updates since the last
 checkpoint. One more checkpoint of 12 bytes a weight in every run would be dearer than that.
 
-A checkpoint is a folder checkpoints/step-N/, which gets this name once all of it has reached the
-disk. Its state.json lists the sizes of the other files: a full disk or a copy that was interrupted
-cuts files off, which their sizes show, and a SHA-256 of 15 GB would keep all ranks waiting for
-eight seconds.
+A checkpoint is a folder checkpoints/step-N/, which gets this name once the first node has flushed
+all of it to the disk; of several nodes, the others' file systems flush their own ranks' parts. Its
+state.json lists the sizes of the other files: a full disk, a power cut or a copy that was
+interrupted cuts files off, which their sizes show, and a SHA-256 of 15 GB would keep all ranks
+waiting for eight seconds.
+
+It holds what transformers saves: weights, or adapters alone; the optimizer, the schedule and the
+random state of each rank; under DeepSpeed and FSDP in parts. Not in it, because it follows from
+the step and the config: which conversations come next.
 """
 
 import contextlib

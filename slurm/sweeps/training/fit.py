@@ -1,4 +1,7 @@
-"""One run of backend trainer, from its config to model/: data, model, loss, training, saving."""
+"""One run of backend trainer, from its config to model/: data, model, loss, training, saving.
+
+A run of one process goes on to score its model, where transformers scores and this Python can.
+"""
 
 import gc
 from pathlib import Path
@@ -12,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from smoothce import patch_trainer
 from sweeps.runs import scoring
 from sweeps.runs.run import Run
-from sweeps.runs.schema import DistributedConfig
+from sweeps.runs.schema import World
 from sweeps.runs.stages import Outcome
 from sweeps.training.callbacks import (
     ScheduleCallback,
@@ -63,11 +66,12 @@ def fit(run: Run) -> None:
     stop_signal = StopSignal(run.stop_file)
     config = run.config()
     train_options: TrainOptions = config.train_options
-    distributed = config.world
+    world = config.world
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if run.stop_file.exists() and this_rank() == 0:
-        # A launch deletes a file that was left over; the worker may have made this one just now.
+        # The worker deletes a file that was left over before each attempt, so that this one was
+        # made since, or the run was started by hand.
         print(
             f"stop: {run.stop_file} exists, so the run saves after its first update and leaves; "
             "delete the file to train on",
@@ -78,11 +82,11 @@ def fit(run: Run) -> None:
     dataset = GlobalBatchDataset(
         train_options,
         tokenize_file(train_options, tokenizer),
-        ranks=distributed.processes,
+        ranks=world.processes,
         rank=this_rank(),
         pad_token_id=tokenizer.pad_token_id,
     )
-    trainer = make_trainer(run, train_options, distributed, dataset, len(tokenizer))
+    trainer = make_trainer(run, train_options, world, dataset, len(tokenizer))
     trainer.add_callback(ScheduleCallback(trainer, stop_signal))
 
     checkpoint = newest_checkpoint_of(trainer)
@@ -103,7 +107,7 @@ def fit(run: Run) -> None:
 def make_trainer(
     run: Run,
     train_options: TrainOptions,
-    distributed: DistributedConfig,
+    world: World,
     dataset: GlobalBatchDataset,
     tokenizer_size: int,
 ) -> SweepTrainer:
@@ -112,7 +116,7 @@ def make_trainer(
     The order matters: each step rests on those before it.
     """
     # Before the model, whose weights ZeRO-3 splits while they are loaded.
-    arguments = training_arguments(run, train_options, distributed, len(dataset))
+    arguments = training_arguments(run, train_options, world, len(dataset))
     print_once(f"device: {arguments.device}, {arguments.world_size} processes")
     print_once(dataset.summary)
     # Weights that the base model lacks are drawn alike on all ranks.
@@ -120,7 +124,7 @@ def make_trainer(
     model = load_model(train_options, tokenizer_size)
     # Before prepare_model, which names an attention that only this process knows.
     saved_config = config_to_save(model, train_options)
-    half_precision = distributed.mixed_precision != "no"
+    half_precision = world.mixed_precision != "no"
     prepared = prepare_model(model, train_options, dataset, half_precision)
     target = load_smoothing_target(train_options, dataset, model.config.vocab_size)
     trainer = SweepTrainer(

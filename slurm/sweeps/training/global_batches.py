@@ -4,9 +4,18 @@ Which conversations an update has follows from its step, the seed, the data with
 and the global batch size, which is a multiple of the number of ranks. Packing and an interruption
 change how an update is computed, not what it is.
 
-An update is made of blocks, a block of micro-batches, and a micro-batch of conversations. A block
-is what shares a divisor of its loss. A micro-batch is what one rank computes at once: a packed row
-of conversations end to end, or padded rows of one conversation each.
+An update's conversations are put into blocks, whose summed losses have a divisor in common: all of
+them into one, or under `reduce_loss: mean` into blocks of per_device_train_batch_size. Each block
+is split into micro-batches, and these are dealt to the ranks. A micro-batch is what one rank
+computes at once: a packed row of conversations end to end, or padded rows of one conversation each.
+
+The loss of an update, which its gradient belongs to, is
+
+    (1 / ranks) Σ_micro-batches (sum of the losses of the micro-batch's targets) / divisor
+
+because micro-batches add their gradients and ranks average theirs. `fit.install_loss` makes the
+model's loss that sum, `SweepTrainer.training_step` divides it, and `_blocks_with_divisors` says by
+what. So neither packing nor the number of micro-batches on a rank changes an update.
 """
 
 import math
@@ -113,6 +122,7 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
 
     def use_packing(self, row_multiple: int) -> None:
         """Make packed batches from now on, whose rows are filled up to a multiple of tokens."""
+        assert row_multiple <= LENGTH_STEP  # which says why
         self.packed = True
         self.row_multiple = row_multiple
 
@@ -185,8 +195,7 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
     def _blocks_with_divisors(self, step: int) -> list[Block]:
         """An update's conversations in blocks, each with what its summed loss is divided by.
 
-        Ranks average their gradients and micro-batches add theirs, so that the update's loss is
-        (1 / ranks) Σ_blocks loss sum / divisor. The divisors are
+        The divisors, by which the module's docstring makes the loss of an update, are
 
             sum          accumulation
             token_mean   targets of the update / ranks

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,43 +12,89 @@ from transformers import TrainingArguments
 
 from calibeval.io import InputError
 from sweeps.runs.run import Run
-from sweeps.runs.schema import DistributedConfig
+from sweeps.runs.schema import World
 from sweeps.training.checkpoint import PART
 from sweeps.training.options import TrainOptions
 
 TRACKER_PROJECT = "sweeps"
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How a run's weights are split over its ranks: the files that `world` names, adapted.
+
+    Without either, every rank has all weights.
+    """
+
+    deepspeed: dict[str, Any] | None
+    fsdp: dict[str, Any] | None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the run is sharded by FSDP2, which shards each weight and not flat groups."""
+        return self.fsdp is not None and self.fsdp["version"] == 2
+
+    @property
+    def first_rank_reads(self) -> bool:
+        """Whether the first rank alone reads the model, and broadcasts it."""
+        if self.fsdp is None or not self.is_fsdp2:
+            return False
+        return is_true(self.fsdp["cpu_ram_efficient_loading"])
+
+
 def training_arguments(
-    run: Run, train_options: TrainOptions, distributed: DistributedConfig, total_updates: int
+    run: Run, train_options: TrainOptions, world: World, total_updates: int
 ) -> TrainingArguments:
     """The arguments of the Trainer. Making them joins this process to the other ranks.
 
     They must be made before the model, because ZeRO-3 splits weights while they are loaded.
     Raises InputError where another number of processes runs than the sweep file asks for.
     """
-    gpu = torch.cuda.is_available()
-    fsdp = distributed.read("fsdp")
-    fsdp2 = False
-    first_rank_reads = False
-    if fsdp is not None:
-        fsdp = adapted_fsdp_config(fsdp)
-        fsdp2 = fsdp["version"] == 2
-        first_rank_reads = fsdp2 and is_true(fsdp["cpu_ram_efficient_loading"])
-    deepspeed = distributed.read("deepspeed")
+    deepspeed = world.read("deepspeed")
+    fsdp = world.read("fsdp")
     clip_grad_norm = gradient_norm_limit(train_options, deepspeed)
     if deepspeed is not None:
         deepspeed = adapted_deepspeed_config(deepspeed, clip_grad_norm)
-        if not gpu:
-            # Without a GPU accelerate starts DeepSpeed only if it is told which backend to use.
-            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-            PartialState(backend="gloo")
+    if fsdp is not None:
+        fsdp = adapted_fsdp_config(fsdp)
+    sharding = Sharding(deepspeed, fsdp)
+
+    # First, what TrainingArguments and trackers read from the environment.
+    if deepspeed is not None and not torch.cuda.is_available():
+        start_deepspeed_without_gpu()
     prepare_trackers(run)
-    # Under FSDP2 gradient checkpointing is switched on below, once the arguments are made. They
+    # Then the arguments, by which this process joins the other ranks.
+    arguments = make_arguments(run, train_options, world, sharding, clip_grad_norm, total_updates)
+    # Last, what they warn of, undo or do too late, before the model is loaded.
+    arguments.gradient_checkpointing = train_options.gradient_checkpointing
+    use_one_gpu(arguments)
+    if sharding.first_rank_reads:
+        # The model is loaded before the Trainer, which would say so too late.
+        enable_fsdp_ram_efficient_loading()
+    if arguments.world_size != world.processes:
+        raise InputError(
+            f"{run.config_file}: world asks for {world.processes} processes, "
+            f"{arguments.world_size} started; launch with `python -m sweeps train`"
+        )
+    return arguments
+
+
+def make_arguments(
+    run: Run,
+    train_options: TrainOptions,
+    world: World,
+    sharding: Sharding,
+    clip_grad_norm: float,
+    total_updates: int,
+) -> TrainingArguments:
+    """The options of a run by transformers' names, before `training_arguments` completes them."""
+    gpu = torch.cuda.is_available()
+    is_sharded = sharding.deepspeed is not None or sharding.fsdp is not None
+    # Under FSDP2 `training_arguments` switches gradient checkpointing on afterwards. With it these
     # would warn that the backward pass gathers all weights a second time, which is true of FSDP1
     # alone, and advise `activation_checkpointing`, whose recomputation draws other dropout masks.
-    checkpointing_from_start = train_options.gradient_checkpointing and not fsdp2
-    arguments = TrainingArguments(
+    checkpointing_from_start = train_options.gradient_checkpointing and not sharding.is_fsdp2
+    return TrainingArguments(
         output_dir=str(run.checkpoints / PART),
         max_steps=total_updates,
         # The options
@@ -63,14 +110,15 @@ def training_arguments(
         # Trackers show it; the loss that it would switch on is replaced in `fit.install_loss`.
         label_smoothing_factor=train_options.label_smoothing,
         # Precision and processes
-        bf16=distributed.mixed_precision == "bf16",
-        fp16=distributed.mixed_precision == "fp16",
-        deepspeed=deepspeed,
-        fsdp=fsdp is not None,  # type: ignore[arg-type]  # which is to become a bool
-        fsdp_config=fsdp,
+        bf16=world.mixed_precision == "bf16",
+        fp16=world.mixed_precision == "fp16",
+        deepspeed=sharding.deepspeed,
+        fsdp=sharding.fsdp is not None,  # type: ignore[arg-type]  # which is to become a bool
+        fsdp_config=sharding.fsdp,
         ddp_find_unused_parameters=False,
-        use_cpu=not gpu and deepspeed is None and fsdp is None,
-        accelerator_config={"use_configured_state": deepspeed is not None and not gpu},
+        use_cpu=not gpu and not is_sharded,
+        # The state that `start_deepspeed_without_gpu` has made is used as it is.
+        accelerator_config={"use_configured_state": sharding.deepspeed is not None and not gpu},
         # Saving and logging
         save_strategy="no",  # ScheduleCallback says when
         logging_steps=train_options.logging_steps,
@@ -82,17 +130,12 @@ def training_arguments(
         run_name=run.name,
         project=TRACKER_PROJECT,
     )
-    arguments.gradient_checkpointing = train_options.gradient_checkpointing
-    use_one_gpu(arguments)
-    if first_rank_reads:
-        # The model is loaded before the Trainer, which would say so too late.
-        enable_fsdp_ram_efficient_loading()
-    if arguments.world_size != distributed.processes:
-        raise InputError(
-            f"{run.config_file}: world asks for {distributed.processes} processes, "
-            f"{arguments.world_size} started; launch with `python -m sweeps train`"
-        )
-    return arguments
+
+
+def start_deepspeed_without_gpu() -> None:
+    """Join the other ranks by gloo. accelerate starts DeepSpeed on a CPU only if it is told how."""
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
 
 
 def use_one_gpu(arguments: TrainingArguments) -> None:

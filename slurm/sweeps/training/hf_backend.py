@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sweeps.runs.run import Run
-from sweeps.runs.schema import DistributedConfig
+from sweeps.runs.schema import World
 from sweeps.training import torchrun
 from sweeps.training.options import TrainOptions
 
@@ -16,10 +16,10 @@ Train = TrainOptions  # what every backend calls its options
 trains_on_several_nodes = True
 
 
-def packages(train_options: TrainOptions, distributed: DistributedConfig) -> list[str]:
+def packages(train_options: TrainOptions, world: World) -> list[str]:
     """Modules that a run imports beyond those that every run does."""
     needed = []
-    if distributed.deepspeed is not None:
+    if world.deepspeed is not None:
         needed.append("deepspeed")
     if train_options.lora is not None:
         needed.append("peft")
@@ -28,9 +28,11 @@ def packages(train_options: TrainOptions, distributed: DistributedConfig) -> lis
     return needed
 
 
-def missing(train_options: TrainOptions, distributed: DistributedConfig) -> list[str]:
+def missing(train_options: TrainOptions, world: World) -> list[str]:
     """What else would keep a run from starting, a sentence each."""
     problems = []
+    if world.deepspeed is not None and world.fsdp is not None:
+        problems.append("world.deepspeed, world.fsdp: one of them shards a run: set one to null")
     target = train_options.smoothing_target
     if target is not None and target != "unigram" and not Path(target).is_file():
         problems.append(f"train.smoothing_target: {target}: no such file")

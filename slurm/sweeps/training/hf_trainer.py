@@ -1,8 +1,8 @@
 """transformers' Trainer, where a batch is a whole update of several micro-batches.
 
 The Trainer sees one long epoch of such batches, dealt by `sweeps.training.global_batches`. Its own
-accumulation of gradients, evaluation, logging and checkpoints are replaced by methods here; when
-they happen is decided by `sweeps.training.callbacks`.
+accumulation of gradients and its evaluation are replaced by methods here, and those that log and
+save are wrapped; when they happen is decided by `sweeps.training.callbacks`.
 """
 
 import json
@@ -142,6 +142,8 @@ class SweepTrainer(Trainer):
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Write a row of metrics.jsonl; a loss there is a mean over targets, in nats.
 
+        The mean is over the updates since the last row or, after a resume, since the checkpoint:
+        updates between the last row before a checkpoint and the checkpoint are then in no row.
         Raises InputError once the loss is infinite or not a number.
         """
         if "loss" not in logs and "held_out_loss" not in logs:

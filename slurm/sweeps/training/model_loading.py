@@ -103,19 +103,14 @@ def prepare_model(
     packed = try_packing(model, train_options, gpu, half_precision)
     if packed:
         dataset.use_packing(row_multiple=GPU_ROW_MULTIPLE if gpu else 1)
-    layers = model.model.layers
     prepared: nn.Module = model
     if train_options.lora is not None:
         prepared = add_adapters(model, train_options.lora)
     compiled = train_options.compile
     if compiled is None:
         compiled = gpu and packed and len(dataset) >= COMPILE_FROM_UPDATES
-        # Nobody asked for compiled layers, so a machine without a compiler does without them.
-        torch._dynamo.config.suppress_errors = True
     if compiled:
-        torch._dynamo.config.cache_size_limit = COMPILE_CACHE_SIZE
-        for layer in layers:
-            layer.compile(dynamic=True)
+        compiled = compile_layers(model, was_asked=train_options.compile is not None)
     print_once(f"batches: {'packed' if packed else 'padded'}{', compiled' if compiled else ''}")
     return prepared
 
@@ -136,6 +131,28 @@ def try_packing(
     if obstacle is not None:
         print_once(f"packing: off: {obstacle}")
         return False
+    return True
+
+
+def compile_layers(model: PreTrainedModel, was_asked: bool) -> bool:
+    """Let torch.compile compile each layer of the model. Returns whether its layers were found.
+
+    Raises InputError where they were not, and somebody asked for compiled layers. Where nobody did,
+    a layer that does not compile runs as it is, for example on a machine without a compiler.
+    """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        if was_asked:
+            raise InputError(
+                f"train.compile: {type(model).__name__} has no model.layers, which would be "
+                "compiled; leave it out"
+            )
+        return False
+    if not was_asked:
+        torch._dynamo.config.suppress_errors = True
+    torch._dynamo.config.cache_size_limit = COMPILE_CACHE_SIZE
+    for layer in layers:
+        layer.compile(dynamic=True)
     return True
 
 

@@ -21,7 +21,7 @@ from sweeps.runs import processes
 from sweeps.runs.conversations import rows
 from sweeps.runs.files import read_rows, replace_folder
 from sweeps.runs.run import Run
-from sweeps.runs.schema import DistributedConfig, option
+from sweeps.runs.schema import World, option
 from sweeps.runs.stages import Outcome
 from sweeps.training import torchrun
 from sweeps.training.options import CommonOptions
@@ -74,7 +74,7 @@ class OpenInstructOptions(CommonOptions):
 Train = OpenInstructOptions  # what every backend calls its options
 
 
-def packages(train_options: OpenInstructOptions, distributed: DistributedConfig) -> list[str]:
+def packages(train_options: OpenInstructOptions, world: World) -> list[str]:
     """Modules that a run imports beyond those that every run does."""
     needed = ["smoothed_open_instruct", *MODULES]
     if train_options.attn_implementation is None:
@@ -86,12 +86,13 @@ def packages(train_options: OpenInstructOptions, distributed: DistributedConfig)
     return needed
 
 
-def missing(train_options: OpenInstructOptions, distributed: DistributedConfig) -> list[str]:
+def missing(train_options: OpenInstructOptions, world: World) -> list[str]:
     """What else would keep a run from starting, a sentence each."""
     return [
         *checkout_problems(),
         *data_problems(train_options),
-        *clipping_problems(train_options, distributed),
+        *sharding_problems(world),
+        *clipping_problems(train_options, world),
     ]
 
 
@@ -128,15 +129,23 @@ def data_problems(train_options: OpenInstructOptions) -> list[str]:
     return []
 
 
-def clipping_problems(
-    train_options: OpenInstructOptions, distributed: DistributedConfig
-) -> list[str]:
+def sharding_problems(world: World) -> list[str]:
+    """A way of sharding that finetune.py does not know; empty where there is none."""
+    if world.fsdp is None:
+        return []
+    return [
+        "world.fsdp: backend open-instruct shards by DeepSpeed alone: set world.deepspeed instead, "
+        "or take backend trainer"
+    ]
+
+
+def clipping_problems(train_options: OpenInstructOptions, world: World) -> list[str]:
     """Gradient clipping that would not be what the sweep file says; empty when it is."""
-    deepspeed = distributed.read("deepspeed")
+    deepspeed = world.read("deepspeed")
     if deepspeed is None:
         return []
     problems = []
-    setting = f"gradient_clipping in {distributed.deepspeed}"
+    setting = f"gradient_clipping in {world.deepspeed}"
     limit = deepspeed.get("gradient_clipping")
     if isinstance(limit, bool) or not isinstance(limit, int | float):
         problems.append(
@@ -155,19 +164,17 @@ def train(run: Run) -> None:
     Raises SystemExit with finetune.py's exit code if it fails, and with 75 once it has saved
     because the stop file appeared, or a signal came.
     """
-    distributed = run.config().world
+    world = run.config().world
     checkout = Path(os.environ[CHECKOUT]).absolute()
     arguments_file = run.path.absolute() / "finetune.yaml"
     write_text(arguments_file, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
     # The file may have changes of the user's own, so that the log says which one has run.
     digest = sha256(checkout / "open_instruct" / "finetune.py")
     print(f"checkout: {checkout}, finetune.py {digest}", flush=True)
-    if distributed.single_process:
+    if world.single_process:
         command = [sys.executable, "-m", "open_instruct.finetune", str(arguments_file)]
     else:
-        command = torchrun.torchrun_command(
-            distributed, "open_instruct.finetune", str(arguments_file)
-        )
+        command = torchrun.torchrun_command(world, "open_instruct.finetune", str(arguments_file))
     with stop_file_on_signals(run.stop_file):
         finished = subprocess.run(
             command,
@@ -237,17 +244,17 @@ def finetune_arguments(run: Run) -> dict[str, Any]:
 
 def finetune_environment(run: Run, checkout: Path) -> dict[str, str]:
     """This process's environment, and what `accelerate launch` would tell finetune.py by it."""
-    distributed = run.config().world
+    world = run.config().world
     environment = dict(os.environ)
     paths = [str(checkout)]
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment["STATISTICS_FILE"] = str(run.metrics.absolute())
-    environment["ACCELERATE_MIXED_PRECISION"] = distributed.mixed_precision
-    if distributed.deepspeed:
+    environment["ACCELERATE_MIXED_PRECISION"] = world.mixed_precision
+    if world.deepspeed:
         environment["ACCELERATE_USE_DEEPSPEED"] = "true"
-        environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(distributed.deepspeed)
+        environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(world.deepspeed)
     return environment
 
 

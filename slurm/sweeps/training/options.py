@@ -10,10 +10,14 @@ To add an option:
    would be trained again; with it the default is left out of the digest. For the same reason the
    default may not change afterwards. tests/slurm/test_run_names.py pins some names.
 2. Options of backend trainer belong to `TrainOptions`. Those of the optimizer act in
-   `hf_arguments`, those of the model in `model_loading`, those of the loss in `fit.install_loss`,
-   those of the data in `tokenization` and `global_batches`. An option of `CommonOptions` or
-   `OpenInstructOptions` reaches finetune.py as a flag of its name, so that finetune.py must know it
-   or the patches must add it, and `SETTINGS` of smoothed_open_instruct.resume must name it.
+   `hf_arguments`, those of the model in `model_loading`, those of the loss in `fit.install_loss`
+   and, what it is divided by, in `global_batches`, those of the data there and in `tokenization`,
+   those of logging and checkpoints in `callbacks` and `hf_trainer`. What makes other tokens of the
+   same file must be a part of `tokens_fingerprint` in `tokenization.tokenize_file`: otherwise a run
+   silently gets the tokens that are cached for another value.
+   An option of `CommonOptions` or `OpenInstructOptions` reaches finetune.py as a flag of its name,
+   so that finetune.py must know it or the patches must add it; tests/patches/test_backend.py lists
+   both. If it decides what is trained, `SETTINGS` of smoothed_open_instruct.resume must name it.
 3. An option that holds a path belongs into `sweeps.runs.grid.PATH_KEYS`; one that needs a package,
    into the `packages` of its backend.
 4. The columns of tables and `sweeps keys` follow by themselves; slurm/TRAINER.md does not.

@@ -2,8 +2,6 @@
 
 import os
 
-from accelerate import PartialState
-
 
 def this_rank() -> int:
     """The number of this process among those of the run, from 0; torchrun sets it."""
@@ -12,5 +10,5 @@ def this_rank() -> int:
 
 def print_once(text: str) -> None:
     """Print on the first rank only."""
-    if PartialState().is_main_process:  # its `print` would print once on each node
+    if this_rank() == 0:
         print(text, flush=True)

@@ -17,6 +17,9 @@ MODEL_PART = ".model.part"  # the folder of a run in which model/ is being writt
 def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write model/ in the base model's precision, under another name first.
 
+    Under a DeepSpeed config with bf16 or fp16 the weights come from DeepSpeed's 16-bit copy, so
+    that a run whose base model is in fp32 gets an fp32 file of rounded weights.
+
     All ranks have to call it: sharded weights are gathered from all, and the first rank writes.
     """
     run = trainer.run
@@ -36,9 +39,8 @@ def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> Non
                     weights = merge_adapters(weights, lora)
                 if config.tie_word_embeddings:
                     weights.pop("lm_head.weight", None)
-                assert isinstance(
-                    config.dtype, torch.dtype
-                )  # not a name, which transformers also knows
+                # transformers also knows names of dtypes, which `load_model` has not left here.
+                assert isinstance(config.dtype, torch.dtype)
                 weights = in_precision(weights, config.dtype)
                 model.save_pretrained(str(part), state_dict=weights)
                 config.save_pretrained(str(part))

@@ -16,7 +16,7 @@ from pathlib import Path
 from calibeval.io import InputError
 from sweeps.runs.processes import end_with_parent, node_number, run_checked
 from sweeps.runs.run import Run
-from sweeps.runs.schema import DistributedConfig
+from sweeps.runs.schema import World
 
 AGENT = "sweeps.training.torchrun_agent"  # the module that is torchrun
 # The ports at which nodes meet, below those that Linux gives to outgoing connections.
@@ -35,25 +35,25 @@ def block_stop_signals() -> None:
 
 def exec_torchrun(run: Run) -> None:
     """Replace this process by torchrun, where the run has several ranks and this is not one."""
-    distributed = run.config().world
+    world = run.config().world
     is_rank = "LOCAL_RANK" in os.environ
-    if is_rank or distributed.single_process:
+    if is_rank or world.single_process:
         return
-    command = torchrun_command(distributed, "sweeps", "train", str(run.path.absolute()))
+    command = torchrun_command(world, "sweeps", "train", str(run.path.absolute()))
     # An element of a job hears USR2, and tells the ranks by the stop file.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     block_stop_signals()
     os.execv(command[0], command)
 
 
-def torchrun_command(distributed: DistributedConfig, module: str, *arguments: str) -> list[str]:
+def torchrun_command(world: World, module: str, *arguments: str) -> list[str]:
     """The command that starts the ranks, each of which runs a module with these arguments."""
     return [
         sys.executable,
         "-m",
         AGENT,
-        *meeting_arguments(distributed),
-        f"--nproc-per-node={distributed.processes_per_node}",
+        *meeting_arguments(world),
+        f"--nproc-per-node={world.processes_per_node}",
         "-m",
         "sweeps.training.torchrun",
         module,
@@ -61,22 +61,22 @@ def torchrun_command(distributed: DistributedConfig, module: str, *arguments: st
     ]
 
 
-def meeting_arguments(distributed: DistributedConfig) -> list[str]:
+def meeting_arguments(world: World) -> list[str]:
     """torchrun's arguments that say where the nodes of the run meet.
 
     Raises InputError where a run of several nodes was not started by an srun on as many.
     """
-    if distributed.nodes == 1:
+    if world.nodes == 1:
         return ["--standalone"]  # at a port that the kernel chooses
     job = os.environ.get("SLURM_JOB_ID")
     nodes_of_step = int(os.environ.get("SLURM_STEP_NUM_NODES", "0"))
-    if job is None or nodes_of_step != distributed.nodes:
+    if job is None or nodes_of_step != world.nodes:
         raise InputError(
-            f"world.nodes: the run asks for {distributed.nodes} nodes and was started on "
+            f"world.nodes: the run asks for {world.nodes} nodes and was started on "
             f"{nodes_of_step or 'none'} of Slurm's; `python -m sweeps launch` on Slurm starts it"
         )
     return [
-        f"--nnodes={distributed.nodes}",
+        f"--nnodes={world.nodes}",
         f"--node-rank={node_number()}",
         f"--master-addr={first_node_address()}",
         f"--master-port={meeting_port(int(job))}",
