@@ -117,4 +117,4 @@ def test_a_job_that_is_started_again_takes_its_run_over_from_the_earlier_start(
     assert rows(run, "ended")[0]["stopped"]
     assert "still runs on" in capsys.readouterr().out
     hold.unlink()
-    assert worker.work(run, lambda: False, ("train",)) is Outcome.DONE
+    assert worker.work(run, lambda: False, ("train",)) is Outcome.FINISHED_STAGES
