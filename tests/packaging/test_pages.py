@@ -2,10 +2,15 @@
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,6 +28,13 @@ def rows(text: str, heading: str) -> list[list[str]]:
 def number(cell: str) -> float:
     """The first number of a cell."""
     return float(re.search(r"[\d,]+(\.\d+)?", cell)[0].replace(",", ""))
+
+
+def python_block(name: str, marker: str) -> str:
+    """The one block of Python on a page that has these characters."""
+    blocks = re.findall(r"```python\n(.*?)```", page(name), flags=re.DOTALL)
+    (block,) = (block for block in blocks if marker in block)
+    return block
 
 
 def test_an_update_of_the_trainers_table_is_its_tokens_at_its_pace():
@@ -99,3 +111,114 @@ def test_the_estimate_of_table_1_is_what_its_code_prints():
     least, most = (int(number(cell)) for cell in table[-1][1:])
     for name in ("docs/cost.md", "reproduce.md"):
         assert f"{round(least, -2):,} to {round(most, -2):,} " in page(name)
+
+
+def test_the_loop_on_the_kernels_page_makes_dense_smoothings_gradient():
+    """With padding and prompts, over micro-batches that hold unequal numbers of labels."""
+    transformers = pytest.importorskip("transformers")
+    loop = python_block("kernel/README.md", "decoder = model.model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=128, **sizes, **heads)
+    )
+    micro_batches = []
+    for lengths in ((9, 5), (3, 7)):
+        ids = torch.randint(3, 128, (2, 9))
+        is_text = torch.arange(9) < torch.tensor(lengths)[:, None]
+        is_answer = is_text & (torch.arange(9) >= 2)
+        labels = ids.masked_fill(~is_answer, -100)
+        batch = {"input_ids": ids, "attention_mask": is_text.long(), "labels": labels}
+        micro_batches.append(batch)
+
+    losses, tokens = [], 0
+    for batch in micro_batches:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        labels = batch["labels"][:, 1:].flatten()
+        losses.append(F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum"))
+        tokens += int((labels >= 0).sum())
+    parameters = dict(model.named_parameters())
+    dense = torch.autograd.grad(sum(losses) / tokens, list(parameters.values()))
+
+    made = {}
+
+    class Optimizer:
+        def step(self) -> None:
+            made.update({name: each.grad.clone() for name, each in parameters.items()})
+
+        def zero_grad(self) -> None:
+            model.zero_grad()
+
+    exec(loop, {"model": model, "micro_batches": micro_batches, "optimizer": Optimizer()})
+    for name, expected in zip(parameters, dense, strict=True):
+        torch.testing.assert_close(made[name], expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """A folder with a tiny model that has Qwen 2.5's chat template, and a file of chats."""
+    trl = pytest.importorskip("trl")
+    transformers = pytest.importorskip("transformers")
+    import tiny_world
+
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
+    if not template.is_file():
+        pytest.skip("this TRL brings no chat template of Qwen 2.5")
+    tiny_world.main(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = template.read_text()
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def local_script(folder: Path) -> str:
+    """The page's script on the folder's model and chats, for two updates on CPUs."""
+    script = python_block("kernel/README.md", "# train_chats.py")
+    output = f'output_dir="{folder / "out"}", max_steps=2, use_cpu=True, report_to="none"'
+    changes = {
+        '"chats.jsonl"': f'"{folder / "train.jsonl"}"',
+        '"Qwen/Qwen2.5-0.5B-Instruct"': f'"{folder / "model"}"',
+        'output_dir="out"': output,
+    }
+    for printed, local in changes.items():
+        assert script.count(printed) == 1
+        script = script.replace(printed, local)
+    return script
+
+
+@pytest.mark.slow
+def test_the_script_for_chats_learns_the_answers_alone_and_smooths(chats):
+    names: dict = {}
+    exec(compile(local_script(chats), "kernel/README.md", "exec"), names)
+    trainer = names["trainer"]
+    batch = next(iter(trainer.get_train_dataloader()))
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        text = trainer.processing_class.decode(ids)
+        learned = trainer.processing_class.decode(ids[labels != -100])
+        assert learned.strip() == text.split("<|im_start|>assistant\n")[1].split("\n")[0]
+        assert learned.strip().endswith("<|im_end|>")
+    assert (chats / "out" / "model.safetensors").is_file()
+
+    model = trainer.model.train()
+    smoothed = model(**batch).loss
+    model.eval()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1).float()
+    labels = batch["labels"][:, 1:].flatten()
+    dense = F.cross_entropy(logits, labels, label_smoothing=0.1)
+    assert smoothed.item() == pytest.approx(dense.item(), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_script_for_chats_trains_under_torchrun(chats):
+    script = chats / "train_chats.py"
+    script.write_text(local_script(chats))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launcher, script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (chats / "out" / "model.safetensors").is_file()
