@@ -44,6 +44,7 @@ PARALLEL_QUESTIONS = 50_000  # from which definitions of confidence are computed
 LOW = 0.025  # the ends of a 95 % interval
 HIGH = 0.975
 FEWEST_CLUSTERS = 10  # to resample: with fewer no interval is known to cover
+MOST_COUNTED_UNITS = 200  # questions or subjects whose own values are kept, for exact sign tests
 
 Cluster = Literal["subject"]  # what questions may be resampled by
 T = TypeVar("T")
@@ -84,6 +85,8 @@ class Evaluation:
     draws: dict[str, dict[str, np.ndarray]] = field(repr=False)
     # Of metrics that are compared by their squares.
     squares: dict[str, dict[str, SquareDraws]] = field(repr=False)
+    # Of metrics that have an interval: (U,), as `unit_values` returns them.
+    unit_values: dict[str, dict[str, np.ndarray]] = field(repr=False, default_factory=dict)
     subjects: int = 1  # how many the questions are of
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
     chat_template: str | None = None  # SHA-256 of the template's text; None: not asked in a chat
@@ -146,6 +149,7 @@ def _to_json(evaluation: Evaluation) -> dict[str, Any]:
     content = {name: value for name, value in vars(evaluation).items() if name != "path"}
     content["draws"] = _of_each_metric(np.ndarray.tolist, evaluation.draws)
     content["squares"] = _of_each_metric(_square_to_json, evaluation.squares)
+    content["unit_values"] = _of_each_metric(np.ndarray.tolist, evaluation.unit_values)
     return content
 
 
@@ -171,6 +175,7 @@ def _from_json(content: dict[str, Any], path: Path) -> Evaluation:
         "floors": _of_each_metric(lambda test: NullTest(*test), content["floors"]),
         "draws": _of_each_metric(np.array, content["draws"]),
         "squares": _of_each_metric(_square_from_json, content["squares"]),
+        "unit_values": _of_each_metric(np.array, content["unit_values"]),
     }
     return Evaluation(path, **{**content, **converted})
 
@@ -260,6 +265,7 @@ def measure(
         floors=floors,
         draws=draws,
         squares=squares,
+        unit_values=_of_each(lambda sample: unit_values(sample, clusters), observed),
         subjects=len(set(records.subjects)),
         cluster=cluster,
         chat_template=records.chat_template,
@@ -311,6 +317,23 @@ def values(sample: Sample, metrics: Collection[str] | None = None) -> dict[str, 
 def _wanted(table: Mapping[str, Metric], names: Collection[str] | None) -> dict[str, Metric]:
     """Those of a table's metrics that are wanted, by name; all without names."""
     return {name: metric for name, metric in table.items() if names is None or name in names}
+
+
+def unit_values(sample: Sample, clusters: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """Metrics of each unit that is resampled, a question or a whole cluster, by itself.
+
+    These are the metrics that have an interval, (U,) for U units; NaN where one is not defined of a
+    unit. A difference of few units, all in one direction, is tested by how many they are
+    (`stats.sign_test_p`), and resamples tell that number well only where there are many units: so
+    of more than MOST_COUNTED_UNITS nothing is returned. `clusters` are as for `resampled_metrics`.
+    """
+    numbers = np.arange(len(sample.scores.labels)) if clusters is None else clusters
+    units = int(numbers.max()) + 1
+    if units > MOST_COUNTED_UNITS:
+        return {}
+    own_questions = (numbers == np.arange(units)[:, None]).astype(float)
+    alone = Sample(sample.scores, own_questions)
+    return {name: metric(alone) for name, metric in WITH_INTERVAL.items()}
 
 
 def finite(value: float) -> float | None:

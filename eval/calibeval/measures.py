@@ -526,6 +526,9 @@ class Metric:
             0 of a calibrated model on few questions; "none" if neither is known to hold.
         heading: Its name in a table's head.
         note: A sentence below a table that has it.
+        is_mean: Whether it is a mean over the questions, of a value that each has by itself. The
+            sign test of a difference then counts the questions, or the subjects, whose own value
+            differs; of other metrics it counts those that differ in any metric.
         lowest, highest: The values that bound its interval.
         square_draws: Given for an error that is averaged over seeds and compared by its square,
             since roots differ irregularly near 0. It makes the square's draws, from the bins as
@@ -538,6 +541,7 @@ class Metric:
     uncertainty: Uncertainty
     heading: str
     note: str = ""
+    is_mean: bool = False
     lowest: float = -np.inf
     highest: float = np.inf
     square_draws: Callable[[Bins, Sequence[Bins]], SquareDraws] | None = None
@@ -587,10 +591,10 @@ class PrintedDifference:
 
 
 _TABLE = (
-    Metric(accuracy, "higher", "interval", "Acc", lowest=0, highest=1),
-    Metric(nll, "lower", "interval", "NLL", lowest=0),
-    Metric(brier, "lower", "interval", "Brier", lowest=0, highest=2),
-    Metric(ece_signed, "neither", "interval", "signed ECE", lowest=-1, highest=1),
+    Metric(accuracy, "higher", "interval", "Acc", is_mean=True, lowest=0, highest=1),
+    Metric(nll, "lower", "interval", "NLL", is_mean=True, lowest=0),
+    Metric(brier, "lower", "interval", "Brier", is_mean=True, lowest=0, highest=2),
+    Metric(ece_signed, "neither", "interval", "signed ECE", is_mean=True, lowest=-1, highest=1),
     Metric(
         auroc,
         "higher",

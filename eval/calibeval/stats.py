@@ -91,10 +91,14 @@ class Side(NamedTuple):
     values: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); NaN where there are none
     clusters: int | None = None  # how many were resampled as a whole; None: single questions
+    # Of each of U resampled units by itself, in the M metrics by which units differ, (S, M, U);
+    # None where there are too many units to keep.
+    unit_values: np.ndarray | None = None
 
     def times(self, weight: float) -> "Side":
-        """The side with its values and draws times a weight."""
-        return self._replace(values=weight * self.values, draws=weight * self.draws)
+        """The side with its values, draws and units' values times a weight."""
+        unit_values = None if self.unit_values is None else weight * self.unit_values
+        return Side(weight * self.values, weight * self.draws, self.clusters, unit_values)
 
 
 def estimate(seeds: Sequence[Evaluation], metric: str, confidence: str) -> Estimate:
@@ -192,13 +196,11 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
     It is a difference where a side's weight is negative (`Side.times`). Sides of as many seeds are
     paired in their order, if `paired`. Draws that do not vary say nothing of other questions,
     unless the sum is 0 for every seed: sides that agree in every resample agree on any questions.
-    Where the sides differ in few questions, p is at least that of a sign test (`sign_test_p`), and
-    the interval holds 0 where that is not below 0.05.
+    Where the sides differ in few questions or subjects, p is at least that of a sign test
+    (`sign_test_p`), and the interval holds 0 where that is not below 0.05.
     """
     if paired and len({len(side.values) for side in sides}) == 1:
-        values = sum(side.values for side in sides)
-        draws = sum(side.draws for side in sides)
-        sides = (Side(np.asarray(values), np.asarray(draws), sides[0].clusters),)
+        sides = (_in_pairs(sides),)
     value = finite(float(sum(side.values.mean() for side in sides)))
     if value is None:
         return Estimate()
@@ -212,40 +214,66 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
     # p follows from the interval and not from the draws, so that the two never disagree.
     half_width = value - low if value > 0 else high - value
     p_none = two_sided_p(value, half_width, degrees_of_freedom(sides))
-    sign_p = sign_test_p(value, _summed(sides))
+    sign_p = sign_test_p(value, _summed(sides), _summed_units(sides))
     if sign_p >= 1 - (HIGH - LOW):
         low = min(low, 0.0)
         high = max(high, 0.0)
     return Estimate(value, low, high, p_none=max(p_none, sign_p))
 
 
-def sign_test_p(value: float, summed_draws: np.ndarray) -> float:
-    """The p-value of a sign test, where few questions differ and all in one direction; else 0.
+def sign_test_p(
+    value: float, summed_draws: np.ndarray, summed_units: np.ndarray | None = None
+) -> float:
+    """The p-value of a sign test, where few units differ and all in one direction; else 0.
 
-    By a sign test k equal signs have p = 2 · ½^k (McNemar's exact test of answers that changed),
-    which is below 0.05 from k = 6 on. Two things tell k, and the smaller counts:
+    A unit is what is resampled, a question or a subject. By a sign test k equal signs have
+    p = 2 · ½^k (McNemar's exact test of answers that changed), which is below 0.05 from k = 6 on.
 
-    A share exp(−k) of the resamples holds none of k questions of many, and their sum is 0 there.
-    With k ≤ 3 that is more than 2.5 %, so the interval's end is 0 but for the error of the
-    resamples' mean.
+    Where the units' own values are kept, k is the number of units that differ in any of the metrics
+    given. Of more units resamples tell k, in two ways of which the smaller counts:
 
-    A question that differs by x is drawn as often as a Poisson number says, so the sum's variance
-    is Σ x² and (Σ x)² / Σ x² is k where all differ by as much, as answers that are right or wrong
-    do, and less where they do not.
+    A share exp(−k) of the resamples holds none of k units of many, and their sum is 0 there. With
+    k ≤ 3 that is more than 2.5 %, so the interval's end is 0 but for the error of the resamples'
+    mean.
+
+    A unit that differs by x is drawn as often as a Poisson number says, so the sum's variance is
+    Σ x² and (Σ x)² / Σ x² is k where all differ by as much, as answers that are right or wrong do,
+    and less where they do not.
 
     Args:
-        value: The sum of the questions as they are.
+        value: The sum of the units as they are.
         summed_draws: Those of R resamples, (R,).
+        summed_units: Those of each of U units by itself, in M metrics, (M, U). One metric is the
+            summed one, a mean; then the units' signs count, and not those of the draws.
     """
-    is_zero = np.abs(summed_draws) <= ROUNDING
-    has_both_signs = summed_draws.min() < -ROUNDING and summed_draws.max() > ROUNDING
-    if has_both_signs or not is_zero.any():
+    signed = summed_draws
+    if summed_units is not None and len(summed_units) == 1:
+        signed = summed_units[0]
+    if signed.min() < -ROUNDING and signed.max() > ROUNDING:
         return 0.0
+    is_zero = np.abs(summed_draws) <= ROUNDING
     if is_zero.all():
         return 1.0
+    if summed_units is not None:
+        differing = int((np.abs(summed_units) > ROUNDING).any(0).sum())
+        return min(1.0, 2 * 0.5**differing)
+    if not is_zero.any():
+        return 0.0
     by_share = -math.log(is_zero.mean())
     by_variance = value**2 / float(summed_draws.var())
     return min(1.0, 2 * 0.5 ** min(by_share, by_variance))
+
+
+def _in_pairs(sides: Sequence[Side]) -> Side:
+    """The sum of sides of as many seeds each, which are paired in their order."""
+    kept = [side.unit_values for side in sides if side.unit_values is not None]
+    unit_values = np.asarray(sum(kept)) if len(kept) == len(sides) else None
+    return Side(
+        values=np.asarray(sum(side.values for side in sides)),
+        draws=np.asarray(sum(side.draws for side in sides)),
+        clusters=sides[0].clusters,
+        unit_values=unit_values,
+    )
 
 
 def _interval(value: float, sides: Sequence[Side]) -> tuple[float, float] | None:
@@ -347,6 +375,16 @@ def _summed(sides: Sequence[Side]) -> np.ndarray:
     return np.asarray(sum(side.draws.mean(0) for side in sides))
 
 
+def _summed_units(sides: Sequence[Side]) -> np.ndarray | None:
+    """The sum of the sides' own values of units, each their mean over its seeds, (M, U)."""
+    means = []
+    for side in sides:
+        if side.unit_values is None:
+            return None
+        means.append(side.unit_values.mean(0))
+    return np.asarray(sum(means))
+
+
 def seed_inflation(sides: Sequence[Side]) -> float:
     """Return how much wider than its question noise an interval of means over seeds must be.
 
@@ -384,7 +422,21 @@ def _side(seeds: Sequence[Evaluation], metric: str, confidence: str) -> Side:
         draws = np.stack([evaluation.draws[confidence][metric] for evaluation in seeds])
     else:
         draws = np.full((len(seeds), 1), np.nan)
-    return Side(values, draws, seeds[0].subjects if seeds[0].cluster else None)
+    clusters = seeds[0].subjects if seeds[0].cluster else None
+    return Side(values, draws, clusters, _unit_values(seeds, metric, confidence))
+
+
+def _unit_values(seeds: Sequence[Evaluation], metric: str, confidence: str) -> np.ndarray | None:
+    """The units' own values in the metrics by which they differ, (S, M, U).
+
+    A unit differs in a mean if its own value does. A rank or an error over bins may also differ
+    where no unit's own does, so there a unit differs that does so in any metric.
+    """
+    names = [metric] if METRICS[metric].is_mean else list(WITH_INTERVAL)
+    by_seed = [evaluation.unit_values.get(confidence, {}) for evaluation in seeds]
+    if not all(name in of_seed for of_seed in by_seed for name in names):
+        return None
+    return np.stack([[of_seed[name] for name in names] for of_seed in by_seed])
 
 
 def _square_sides(
@@ -404,8 +456,8 @@ def _square_sides(
     kappa = shrinkage(_weighted_sum(terms, noise_parts), _weighted_sum(terms, gap_parts))
     sides = []
     for (weight, seeds), noise, gaps in zip(terms, noise_parts, gap_parts, strict=True):
-        values = _side(seeds, metric, confidence).values
-        sides.append(Side(values, noise + kappa * gaps).times(weight))
+        side = _side(seeds, metric, confidence)
+        sides.append(side._replace(draws=noise + kappa * gaps).times(weight))
     return sides
 
 

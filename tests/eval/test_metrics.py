@@ -290,3 +290,14 @@ def test_a_sample_may_hold_more_answers_than_there_are_questions():
     doubled = scored(*(np.repeat(part, 2, 0) for part in draw(50)))
     for name in WITH_INTERVAL:
         assert METRICS[name](twice)[0] == pytest.approx(METRICS[name](Sample(doubled))[0]), name
+
+
+@pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.is_mean])
+def test_a_mean_is_that_of_the_questions_own_values(name):
+    """A sign test counts the questions whose own values differ."""
+    sample = Sample(scored(*draw(150, 5)))
+    own = evaluations.unit_values(sample)[name]
+    assert own.mean() == pytest.approx(METRICS[name](sample)[0], abs=1e-12)
+    subjects = np.arange(150) // 15
+    of_subjects = evaluations.unit_values(sample, subjects)[name]
+    assert of_subjects == pytest.approx(own.reshape(10, 15).mean(1), abs=1e-12)

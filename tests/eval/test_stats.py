@@ -445,6 +445,64 @@ def test_ten_changed_answers_are_a_difference():
         assert found.p_none < 0.05
 
 
+def changed_subjects(
+    folder, subjects: int, changed: int, size: int, metric: str = "accuracy"
+) -> stats.Estimate:
+    """The difference where one answer in each of some subjects is right in B alone.
+
+    Every other answer is wrong in all subjects, or right in all. With one question a subject the
+    questions themselves are resampled, else whole subjects.
+    """
+    rows_a = []
+    rows_b = []
+    for subject in range(subjects):
+        for question in range(size):
+            row = {
+                "id": f"{subject:03}/{question:03}",
+                "subject": f"s{subject:03}",
+                "label": question % 2,
+                "logprobs": np.log([0.4, 0.6]).tolist(),
+                "letter_mass": 1.0,
+                "model": "m",
+            }
+            is_changed = question == 0 and subject < changed
+            rows_a.append(row)
+            rows_b.append({**row, "logprobs": row["logprobs"][:: -1 if is_changed else 1]})
+    cluster = None if size == 1 else "subject"
+    a = evaluations.load(write_lines(folder / "a.jsonl", rows_a), cluster=cluster)
+    b = evaluations.load(write_lines(folder / "b.jsonl", rows_b), cluster=cluster)
+    found = difference(metric, a, b)
+    assert found.significant == (found.p_none < 0.05)
+    return found
+
+
+@pytest.mark.parametrize("changed", [1, 3, 4, 5, 6])
+@pytest.mark.parametrize("size", [20, 1])
+@pytest.mark.parametrize("subjects", [10, 57])
+def test_changed_subjects_have_an_exact_sign_test(tmp_path, subjects, size, changed):
+    """Of ten subjects 4 had p 0.044 and 5 had 0.016, as if each were one of very many.
+
+    Of ten questions it was the same.
+    """
+    found = changed_subjects(tmp_path, subjects, changed, size)
+    assert found.p_none == pytest.approx(min(1, 2 * 0.5**changed), rel=0.01)
+
+
+@pytest.mark.parametrize("metric", ["aurc", "nll", "brier"])
+@pytest.mark.parametrize("changed", [4, 5])
+def test_other_metrics_of_changed_subjects_have_a_sign_test(tmp_path, metric, changed):
+    found = changed_subjects(tmp_path, 10, changed, 20, metric)
+    assert found.p_none == pytest.approx(2 * 0.5**changed, rel=0.01)
+
+
+def test_subjects_that_change_in_both_directions_are_told_by_the_interval(by_subject):
+    """A sign test of few equal signs is none of many signs of both kinds."""
+    a, b = (evaluations.load(path, cluster="subject") for path in by_subject)
+    own = b.unit_values["choices"]["nll"] - a.unit_values["choices"]["nll"]
+    assert own.min() < 0 < own.max()
+    assert stats.sign_test_p(own.mean(), np.full(9, own.mean()), own[None]) == 0
+
+
 def test_one_changed_answer_is_no_difference_of_two_files(tmp_path):
     rows = [([0.7, 0.3], i % 2) for i in range(300)]
     a = evaluations.load(answered(tmp_path / "a.jsonl", *rows))
