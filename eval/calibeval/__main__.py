@@ -199,6 +199,8 @@ def summary_of_file(
         "intervals": stats.coverage_of([evaluation]),
         "metrics": api.summarize(evaluation),
         "model": evaluation.model,
+        "scoring": evaluation.scoring,
+        "cluster": evaluation.cluster,
         "questions": evaluation.questions,
         "letter_mass": evaluation.letter_mass,
         "reliability": evaluation.reliability,
@@ -209,15 +211,19 @@ def print_metrics(path: Path, summary: dict[str, Any]) -> None:
     """Print a record file's metrics as a table."""
     import pandas as pd
 
-    if summary["letter_mass"] is None:
+    if summary["scoring"] == "continuation":
         asked = f"log-probability by {summary['normalise']}"
+    elif summary["letter_mass"] is None:
+        asked = "letters, whose mass among all tokens is not known"
     else:
         asked = f"letter mass {summary['letter_mass']:.3f}"
     print(f"{path}: {counted(summary['questions'], 'question')}, {asked}")
     headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
     table = pd.DataFrame(summary["metrics"]).map(str)
     print(table.rename(columns=headings).to_string())
-    print(f"[low, high]: 95 % {summary['intervals']}")
+    print(f"[low, high]: 95 % intervals {summary['intervals']}")
+    if summary["cluster"] is not None:
+        print("floor and p: of answers simulated question by question, without --cluster")
 
 
 # --- compare ---
@@ -250,8 +256,8 @@ def run_compare(arguments: argparse.Namespace) -> None:
     for confidence, comparison_of_metric in comparisons.items():
         print_comparisons(confidence, comparison_of_metric)
     by_square = ", ".join(measures.COMPARED_BY_SQUARE)
-    print(f"difference: b − a, of {by_square} b² − a²; low and high: 95 %, where known to cover,")
-    print(stats.coverage_of([evaluation_a]))
+    print(f"difference: b − a; of {by_square} T_b − T_a, the squares before they are cut at 0")
+    print(f"low, high: 95 % intervals {stats.coverage_of([evaluation_a])}, where known to cover")
     made = [one for by_metric in comparisons.values() for one in by_metric.values()]
     count = sum(one["p"] is not None for one in made)
     print(
@@ -402,18 +408,13 @@ def run_collect(arguments: argparse.Namespace) -> None:
     """Make tables, figures and a report from an index of record files."""
     from calibeval import index, report
 
-    table = report.collect(
-        arguments.index,
-        arguments.out,
-        arguments.columns,
-        arguments.title,
-        cluster=arguments.cluster,
-    )
+    columns = report.read_columns(arguments.columns)
+    results = index.read(arguments.index, arguments.cluster)
+    tables = report.write(results, arguments.out, columns, arguments.title)
     if arguments.json:
-        tidy = report.tidy(index.read(arguments.index, arguments.cluster))
-        print(tidy.to_json(orient="records", lines=True), end="")
+        print(report.tidy(results).to_json(orient="records", lines=True), end="")
     else:
-        print(table, end="")
+        print(tables, end="")
 
 
 class Command(NamedTuple):

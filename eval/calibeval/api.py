@@ -24,10 +24,10 @@ class Comparison(TypedDict):
 
     a: float | None
     b: float | None
-    difference: float | None  # b − a; of `rms_debiased` b² − a²
+    difference: float | None  # b − a; of a metric compared by its square T_b − T_a, not cut at 0
     low: float | None  # of the difference's 95 % interval; None where none is known to cover
     high: float | None
-    p: float | None  # of there being no difference; None where that is not asked
+    p: float | None  # of there being no difference; None without an interval, and of `ece_signed`
     better: str | None  # "a" or "b"; None where no difference survives Holm's correction
 
 
@@ -74,10 +74,14 @@ def compare(
     """Whether b is better than a, and by how much: {confidence: {metric: comparison}}.
 
     The answers are paired by question over the same resamples, or with `cluster="subject"` over the
-    same resamples of whole subjects. `better` is "a", "b", or None where the difference does not
-    survive Holm's correction for all the comparisons that this call makes (`stats.holm`), or no
-    interval of it is known to cover. Of `rms_debiased` the difference is that of the squares. Other
-    questions raise `InputError`, and so do questions that were asked in other words unless
+    same resamples of whole subjects. Of `rms_debiased` the difference is that of the squared
+    errors T, before they are cut at 0.
+
+    `better` is "a" or "b" where the difference survives Holm's correction for all the comparisons
+    that this call makes (`stats.holm`). It is None where the difference does not, and where no
+    interval of it is known to cover.
+
+    Raises `InputError` for other questions, and for questions that were asked in other words unless
     `different_prompts`.
     """
     evaluation_a = evaluation_of(a, cluster)

@@ -20,7 +20,7 @@ from scipy.special import logsumexp
 from calibeval import evaluations, scaling, stats
 from calibeval import records as record_files
 from calibeval.comparable import same_normaliser, same_prompts, same_questions
-from calibeval.evaluations import Evaluation
+from calibeval.evaluations import SIGNIFICANCE, Evaluation
 from calibeval.io import InputError, atomic_write, counted
 from calibeval.records import Records
 from calibeval.stats import Estimate
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 AMONG = {"choices": "among the choices", "vocabulary": "among all tokens"}
 SPLIT_SEED = 0
-SIGNIFICANCE = 0.05  # of the test that a model is calibrated
 FEWEST_QUESTIONS = 2 * scaling.FEWEST_ANSWERS
 TICKS = (0, 0.5, 1)
 SCORE_ALIKE = (

@@ -41,8 +41,9 @@ SIMULATIONS = 499  # of calibrated answers, for floors and p-values
 BAND_SAMPLES = 199  # for the bands of a reliability curve
 CURVE_POINTS = 101  # at which a reliability curve is drawn
 PARALLEL_QUESTIONS = 50_000  # from which definitions of confidence are computed side by side
-LOW = 0.025  # the ends of a 95 % interval
-HIGH = 0.975
+SIGNIFICANCE = 0.05  # level of every test; an interval covers 1 less this
+LOW = SIGNIFICANCE / 2  # the ends of a 95 % interval
+HIGH = 1 - LOW
 FEWEST_CLUSTERS = 10  # to resample: with fewer no interval is known to cover
 MOST_COUNTED_UNITS = 200  # questions or subjects whose own values are kept, for exact sign tests
 
@@ -77,8 +78,9 @@ class Evaluation:
     prompts_sha256: str | None  # of what each was asked with, if the records say
     letter_mass: float | None
     confidences: tuple[str, ...]
-    # By definition of confidence, and then by metric.
-    reliability: dict[str, dict[str, list]]  # as `reliability` returns it
+    # By definition of confidence, and then by curve, as `reliability` returns it.
+    reliability: dict[str, dict[str, list]]
+    # The others by definition of confidence, and then by metric.
     values: dict[str, dict[str, float | None]]
     floors: dict[str, dict[str, NullTest]]  # of metrics that have a floor
     # Of metrics that have an interval: (R,) of R resamples.
@@ -87,19 +89,21 @@ class Evaluation:
     squares: dict[str, dict[str, SquareDraws]] = field(repr=False)
     # Of metrics that have an interval: (U,), as `unit_values` returns them.
     unit_values: dict[str, dict[str, np.ndarray]] = field(repr=False, default_factory=dict)
+    # `measure` always gives the following; the defaults serve evaluations that are made by hand.
     subjects: int = 1  # how many the questions are of
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
     chat_template: str | None = None  # SHA-256 of the template's text; None: not asked in a chat
     shots: int | None = None  # the most examples before a question; None where nobody knows
-    subjects_sha256: str | None = None  # of each question's subject; None where nobody has asked
+    subjects_sha256: str | None = None  # of each question's subject, in the order of the ids
     truncated: int = 0  # how many questions lost the beginning of their prompt
 
 
 def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Evaluation:
-    """Return a record file's evaluation, which is kept beside it in `<file>.stats.json`.
+    """Return a record file's evaluation, which is kept beside it.
 
-    It is made anew when the records, their sidecar or the code that makes it change, and where the
-    kept one is not what was written.
+    The file is `<file>.stats.json`, with the options before the ending that were given, such as
+    `<file>.sum.subject.stats.json`. It is made anew when the records, their sidecar or the code
+    that makes it change, and where the kept one is not what was written.
 
     Args:
         path: The records.
@@ -450,6 +454,7 @@ def consistency(
         # Sums in another order differ in the last digits; a tie is as much.
         reached = (read >= value - 1e-12).sum()
         tests[name] = NullTest(
-            null_q95=float(quantile(read, 0.95)), p=float((1 + reached) / (1 + len(read)))
+            null_q95=float(quantile(read, 1 - SIGNIFICANCE)),
+            p=float((1 + reached) / (1 + len(read))),
         )
     return tests

@@ -100,6 +100,11 @@ def _drawings(results: Results, group: str) -> list[Drawing]:
             "isotonic regression; grey: where that lies in 95 % of calibrated models; "
             "below, where the questions are."
         )
+        if any(len(row.evaluations_of(group)) > 1 for row in rows_of_figure):
+            caption += (
+                " Of several seeds curves and bands are means: the band is that of one seed in the "
+                "mean, and covers no other seeds."
+            )
         canvas = reliability_diagrams(rows_of_figure, group, confidence)
         drawings.append(Drawing(f"reliability_{file_name}_{confidence}", caption, canvas))
     return drawings

@@ -15,10 +15,21 @@ from them.
 To add a metric, write it as a function of a `Sample`, here or in another module (`Sample` says what
 it may read), and give it a row in `_TABLE` at the end of this file. From there `calibeval metrics`,
 `calibeval compare`, `table.csv` and the tests of every metric's laws have it, and what is kept of
-records is computed anew, as after every later change of its module. `table.md` shows it where
-`--columns` or a sweep's `score.columns` names it; figures draw `MAIN_ERROR` and reliability curves
-whatever the table holds. Then tell its definition in eval/METRICS.md, and run
-tests/eval/interval_coverage.py if its row says "interval".
+records is computed anew, as after every later change of its module. (A module that this one imports
+in turn is not looked at: after a change there, delete the `*.stats.json`.) What is left to do:
+
+- Tell its definition in eval/METRICS.md. If its row says "interval", run
+  tests/eval/interval_coverage.py; if it is a mean over the questions, say `is_mean`.
+- For arrays, write a function of its name in `calibeval.metrics`, decorated like the others there,
+  and list the name in that module's `__all__`. `mcb`, `dsc` and `rms_hendrycks` are of record files
+  alone.
+- `table.md` shows it where `--columns` or a sweep's `score.columns` names it, and `differences.md`
+  does so if it has an interval; the differences of NLL and of the squared errors are always there.
+- Training logs and the line after `calibeval score` have what `SUMMARY` names, the panels of
+  reliability figures `figures.PANEL_METRICS`, and the figure over β and the † of tables
+  `MAIN_ERROR`.
+- A metric that is compared by its square needs `square_draws`, of which there is one so far: the
+  pages and docstrings that say `rms_debiased` of such metrics then want the other name too.
 
 For bin b of n_b of the N questions, w_b = n_b / N and Δ_b = accuracy − confidence.
 """

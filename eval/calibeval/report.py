@@ -17,7 +17,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
 from calibeval import figures, index, stats
-from calibeval.evaluations import CONFIDENCES, Cluster, Evaluation
+from calibeval.evaluations import CONFIDENCES, SIGNIFICANCE, Cluster, Evaluation
 from calibeval.index import Results, Scalar, TableRow, heading
 from calibeval.io import InputError, counted, write_text
 from calibeval.measures import (
@@ -32,12 +32,6 @@ from calibeval.request import DEFAULT_COLUMNS
 ARROWS = {"higher": "↑", "lower": "↓", "neither": ""}
 MISSING = "–"
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # of a cell that a spreadsheet computes
-DIFFERENCE_NOTE = (
-    "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
-    "same resamples of the questions for both. Seeds: pairs of runs with one seed; 1 − 3: not "
-    "paired, one run less the mean of three. The interval adds what the seeds of a side differ "
-    "by where it has two or more: of a single run it covers the questions alone."
-)
 
 
 @dataclass(frozen=True)
@@ -184,7 +178,7 @@ def main_table(results: Results, chosen: Sequence[Column]) -> Table:
         for group, column in product(results.groups, chosen):
             found = row.estimate(group, column.metric, column.confidence)
             cell = printed(found)
-            if column.metric == MAIN_ERROR and found.p is not None and found.p > 0.05:
+            if column.metric == MAIN_ERROR and found.p is not None and found.p > SIGNIFICANCE:
                 cell = replace(cell, value=f"{cell.value}†")
             cells.append(cell)
         lines.append(Line(row, [*map(row.text, results.shown), _seed_count(row)], cells))
@@ -224,7 +218,8 @@ def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
     has_seeds = any(
         len(row.evaluations_of(group)) > 1 for row in results.rows for group in results.groups
     )
-    over = "questions and seeds" if has_seeds else "questions"
+    resampled = _resampled(evaluations_of)
+    over = f"{resampled} and seeds" if has_seeds else resampled
     sentences.append(f"[low, high]: 95 % interval over {over}, where one is known to cover.")
     if any(column.metric == MAIN_ERROR for column in chosen):
         sentences.append("† ECE consistent with calibration (p > 0.05).")
@@ -232,6 +227,26 @@ def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
     for group, evaluations in evaluations_of.items():
         sentences += _warnings(group, evaluations)
     return sentences
+
+
+def _resampled(evaluations_of: dict[str, list[Evaluation]]) -> str:
+    """What was resampled: questions, subjects, or each in other data sets."""
+    clusters = {evaluations[0].cluster for evaluations in evaluations_of.values()}
+    if clusters == {None}:
+        return "questions"
+    if None not in clusters:
+        return "subjects"
+    return "questions or subjects"
+
+
+def _difference_note(resampled: str) -> str:
+    """What a table of differences shows, of intervals over `resampled`."""
+    return (
+        "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
+        f"same resamples of the {resampled} for both. Seeds: pairs of runs with one seed; 1 − 3: "
+        "not paired, one run less the mean of three. The interval adds what the seeds of a side "
+        f"differ by where it has two or more: of a single run it covers the {resampled} alone."
+    )
 
 
 def _coverage(evaluations_of: dict[str, list[Evaluation]]) -> list[str]:
@@ -290,7 +305,7 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
         group: [evaluation for row in results.rows for evaluation in row.evaluations_of(group)]
         for group in results.groups
     }
-    about = [DIFFERENCE_NOTE]
+    about = [_difference_note(_resampled(evaluations_of))]
     for name in dict.fromkeys(column.metric for column in columns):
         difference = METRICS[name].difference
         if difference is not None:
@@ -380,7 +395,10 @@ def pair(first: TableRow, second: TableRow, group: str) -> Pairing:
 
 
 def tidy(results: Results) -> pd.DataFrame:
-    """Return a line a row, data set, confidence and metric, with low, high, floor and p."""
+    """Return a line a row, data set, confidence and metric, with low, high, floor and p.
+
+    The floor's column is `floor_95` in CSV and JSON of a report; an estimate by itself has `floor`.
+    """
     keys = dict.fromkeys(results.shown)
     for row in results.rows:
         keys.update(dict.fromkeys(row.keys))
@@ -426,8 +444,24 @@ def collect(
         InputError: Bad input, before anything is written.
     """
     chosen = read_columns(columns)
-    out = Path(out)
-    results = index.read(source, cluster)
+    return write(index.read(source, cluster), Path(out), chosen, title, note, sections)
+
+
+def write(
+    results: Results,
+    out: Path,
+    chosen: Sequence[Column],
+    title: str = "Calibration",
+    note: str = "",
+    sections: Sequence[str] = (),
+) -> str:
+    """Write what `collect` writes, of an index that was read; return the tables as Markdown.
+
+    Args:
+        results: The rows of the index.
+        out, title, note, sections: As of `collect`.
+        chosen: The columns of the tables.
+    """
     tables = {"table": main_table(results, chosen)}
     differences = difference_table(results, chosen)
     if differences is not None:

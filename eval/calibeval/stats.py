@@ -6,6 +6,24 @@ every file of the same questions, so that what files share is counted once over 
 a difference. An interval is given only where simulation has shown that it covers
 (tests/eval/interval_coverage.py).
 
+Where a test or a correction goes:
+
+- A test of a difference: `estimate_sum`, where `p_none` is the larger p of the interval and of the
+  sign test. The interval must hold 0 wherever p is not below `evaluations.SIGNIFICANCE`, as it is
+  widened there; tests/eval/test_stats.py compares the two.
+- A test of calibration: `evaluations.consistency`, which simulates calibrated answers. What it
+  returns is kept with the evaluation (`evaluations.NullTest`), so `_to_json` and `_from_json` there
+  must write and read a further field.
+- A correction for many comparisons: in the place of `holm`, which is called by `api.compare` for
+  all comparisons of a call and by `report.difference_table` for all cells of a table. Which p count
+  is `p_of_comparison`'s to say. Its name is printed by `compare` (`__main__`) and by
+  `report._family_note`, and eval/METRICS.md and eval/README.md tell it. `calibeval.diagnosis` does
+  not correct.
+- A field of `Estimate`: `as_dict` lists what JSON and tables print; `p_none` is printed by
+  `api.compare` alone.
+
+Then run tests/eval/interval_coverage.py and tell the test in eval/METRICS.md.
+
 Arrays are named by S seeds and R resamples.
 """
 
@@ -20,7 +38,15 @@ import numpy as np
 
 from calibeval import comparable, evaluations
 from calibeval.comparable import same_questions
-from calibeval.evaluations import FEWEST_CLUSTERS, HIGH, LOW, Evaluation, finite, quantile
+from calibeval.evaluations import (
+    FEWEST_CLUSTERS,
+    HIGH,
+    LOW,
+    SIGNIFICANCE,
+    Evaluation,
+    finite,
+    quantile,
+)
 from calibeval.measures import COMPARED_BY_SQUARE, METRICS, WITH_FLOOR, WITH_INTERVAL
 from calibeval.squared_error import root_of_square, shrinkage
 
@@ -29,7 +55,7 @@ NORMAL_QUANTILE = 1.959964  # of the standard normal distribution, at HIGH
 # Below this a number is 0 but for rounding.
 ROUNDING = 1e-12
 MANY_DEGREES = 1e6  # of freedom: Student's distribution is the normal one
-FAMILY_LEVEL = 0.05  # how probable one false finding or more may be among many comparisons
+FAMILY_LEVEL = SIGNIFICANCE  # how probable one false finding or more may be among comparisons
 
 
 @dataclass(frozen=True)
@@ -215,7 +241,7 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
     half_width = value - low if value > 0 else high - value
     p_none = two_sided_p(value, half_width, degrees_of_freedom(sides))
     sign_p = sign_test_p(value, _summed(sides), _summed_units(sides))
-    if sign_p >= 1 - (HIGH - LOW):
+    if sign_p >= SIGNIFICANCE:
         low = min(low, 0.0)
         high = max(high, 0.0)
     return Estimate(value, low, high, p_none=max(p_none, sign_p))
@@ -473,10 +499,10 @@ def coverage_of(alike: Sequence[Evaluation]) -> str:
     """What the intervals of evaluations of the same questions cover, in words."""
     first = alike[0]
     if first.cluster is not None:
-        return f"over resamples of all {first.subjects} subjects: it holds for subjects like these"
+        return f"over resamples of all {first.subjects} subjects: they hold for subjects like these"
     if first.subjects == 1:
         return "over resamples of the questions"
-    text = f"over resamples of the questions: it holds for these {first.subjects} subjects"
+    text = f"over resamples of the questions: they hold for these {first.subjects} subjects"
     if first.subjects >= FEWEST_CLUSTERS:
         text += "; --cluster subject covers others like them"
     return text

@@ -252,6 +252,23 @@ def test_any_name_makes_whole_tables(project, tmp_path, run, name):
             assert not [text for text in texts if text.startswith(("=", "+", "-", "@"))]
 
 
+def test_collect_reads_the_index_once(project, tmp_path, run, monkeypatch):
+    """With --json it was read, and all its files checked, a second time."""
+    reads = []
+
+    def read(path, *options):
+        reads.append(path)
+        return original(path, *options)
+
+    original = index.read
+    monkeypatch.setattr(index, "read", read)
+    printed = run("collect", project(), "--out", tmp_path / "out", "--json").out
+    assert len(reads) == 1
+    heading, *rows = (tmp_path / "out" / "table.csv").read_text().splitlines()
+    assert "floor_95" in heading
+    assert len(printed.splitlines()) == len(rows) > 0
+
+
 def with_subjects(path, count):
     """Give a file's questions so many subjects, a share of each."""
     rows = read_lines(path)
@@ -263,7 +280,7 @@ def test_tables_say_what_was_resampled(project, tmp_path, run):
     for file in tmp_path.glob("toy-*.jsonl"):
         with_subjects(file, 12)
     for name, options, expected in (
-        ("questions", [], "toy: intervals over resamples of the questions: it holds for these 12"),
+        ("questions", [], "toy: intervals over resamples of the questions: they hold for these 12"),
         ("subjects", ["--cluster", "subject"], "toy: intervals over resamples of all 12 subjects"),
     ):
         run("collect", path, "--out", tmp_path / name, *options)
@@ -271,6 +288,11 @@ def test_tables_say_what_was_resampled(project, tmp_path, run):
             text = (tmp_path / name / table).read_text()
             assert expected in text
             assert "other: intervals" not in text  # one subject
+        resampled = "questions" if name == "questions" else "questions or subjects"
+        notes = (tmp_path / name / "table.md").read_text()
+        assert f"95 % interval over {resampled} and seeds" in notes
+        differences = (tmp_path / name / "differences.md").read_text()
+        assert f"same resamples of the {resampled} for both" in differences
     both = [(tmp_path / name / "table.csv").read_text() for name in ("questions", "subjects")]
     assert both[0] != both[1]
 

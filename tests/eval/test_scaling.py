@@ -114,6 +114,13 @@ def test_records_say_what_the_temperature_was_fitted_on(overlapping, tmp_path, r
     assert sidecar["settings"] == records.meta(test)["settings"]
 
 
+def test_letters_at_a_temperature_are_told_as_letters(sharpened, run):
+    """`metrics` said "log-probability by sum" of them, which is said of texts."""
+    folder, _ = sharpened
+    (first, *_) = run("metrics", folder / "out.jsonl").out.splitlines()
+    assert first.endswith("3000 questions, letters, whose mass among all tokens is not known")
+
+
 def test_records_at_a_temperature_are_no_models_answers(overlapping, tmp_path, run, refused):
     val, test, out = (tmp_path / f"{name}.jsonl" for name in ("val", "test", "out"))
     run("temperature", val, test, "--out", out)

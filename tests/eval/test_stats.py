@@ -342,10 +342,11 @@ def test_subjects_are_resampled_where_they_are_asked_for(by_subject, run):
     in_memory = calibeval.summarize(records.read(path), cluster="subject")["choices"]["nll"]
     assert in_memory == clustered
     printed = run("metrics", path).out
-    assert "it holds for these 12 subjects; --cluster subject covers others like them" in printed
+    assert "they hold for these 12 subjects; --cluster subject covers others like them" in printed
     printed = run("metrics", path, "--cluster", "subject").out
     assert str(clustered) in printed
-    assert "resamples of all 12 subjects: it holds for subjects like these" in printed
+    assert "resamples of all 12 subjects: they hold for subjects like these" in printed
+    assert "floor and p: of answers simulated question by question" in printed
 
 
 def test_compare_resamples_subjects(by_subject, run):
