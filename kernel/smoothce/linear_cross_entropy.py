@@ -183,7 +183,7 @@ def linear_cross_entropy(
       `return_lse`, and where the bias wants a gradient.
     - `process_group`: its ranks share the vocabulary. Each has a part of the classifier's rows, in
       the order of ranks: as a plain tensor, of equally many rows on each rank, or as a DTensor of
-      `Shard(0)`, whose last ranks may have fewer rows, but one at least. `bias` and
+      `Shard(0)`, whose last rank may have fewer rows, but one at least. `bias` and
       `smoothing_target` are the rank's part or the whole vector. Hidden states and labels are the
       same on every rank. The loss and the gradient of `hidden` are those of the whole vocabulary.
 
@@ -242,8 +242,8 @@ def prepare_tensors(
     )
     hidden, weight, bias = dispatch.autocast(hidden, weight, bias)
     if shard is not None:
-        bias = shard.local_part(bias, len(weight))
-        smoothing_target = shard.local_part(smoothing_target, len(weight))
+        bias = shard.local_part("bias", bias, len(weight))
+        smoothing_target = shard.local_part("smoothing_target", smoothing_target, len(weight))
     checks.check_layout(hidden, weight, labels, bias)
     if labels.dtype == torch.int32:
         labels = labels.long()  # implementations index with them; not every PyTorch takes int32

@@ -16,7 +16,7 @@ from torch import Tensor
 class Shard(NamedTuple):
     """Which entries of the vocabulary this rank has: those from `first_entry` on, of `entries`.
 
-    Every rank has `most_rows` of them, but for the last that have any, as `torch.chunk` cuts."""
+    Every rank has `most_rows` entries, the last one perhaps fewer."""
 
     group: dist.ProcessGroup
     first_entry: int
@@ -36,19 +36,26 @@ class Shard(NamedTuple):
         """Rows of the rank that has least, the same number on every rank."""
         return max(self.entries - (self.ranks - 1) * self.most_rows, 0)
 
-    def local_part(self, vector: Tensor | None, rows: int) -> Tensor | None:
+    def local_part(self, name: str, vector: Tensor | None, rows: int) -> Tensor | None:
         """This rank's part of a vector (V,) over the whole vocabulary.
 
-        A vector that is as long as this rank has rows is taken for the part itself."""
-        if vector is None or len(vector) == rows:
+        A vector that is as long as this rank has rows is taken for the part itself. Raises
+        ValueError for any other length: on every rank, since V is the same for all, unless the
+        length is just that of another rank's part."""
+        if vector is None or vector.shape == (rows,):
             return vector
+        if vector.shape != (self.entries,):
+            raise ValueError(
+                f"{name} must be ({rows},), this rank's part, or ({self.entries},), the whole "
+                f"vocabulary's, not {tuple(vector.shape)}"
+            )
         return vector[self.first_entry : self.first_entry + rows]
 
 
 def local_shard(weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Shard]:
     """This rank's rows, and where they lie in the vocabulary.
 
-    A DTensor knows where, and its last ranks may have fewer rows. Of a plain tensor every rank has
+    A DTensor knows where, and its last rank may have fewer rows. Of a plain tensor every rank has
     equally many. Raises ValueError, on every rank, for a DTensor that is split another way than by
     rows over this group, or that leaves a rank without rows.
     """

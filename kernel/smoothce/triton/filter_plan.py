@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
+from smoothce.triton.forward import reference_logit2
 from smoothce.triton.tiles import LOG2E, Tiles
 from smoothce.triton.tokens import PackedTokens
 
@@ -127,8 +128,8 @@ def plan_kernel(
 ):  # fmt: skip
     """A program finds one block's threshold, then its list of tokens and all its coefficients.
 
-    Filter statistics are base-2 and relative to the label's logit, and so is `relative_lse2` here,
-    the log-sum-exp over the whole vocabulary.
+    Filter statistics are base-2 and relative to the label's logit (`reference_logit2`), and so is
+    `relative_lse2` here, the log-sum-exp over the whole vocabulary.
     """
     block = tl.program_id(0)
     n_valid = tl.load(valid_count)
@@ -143,7 +144,8 @@ def plan_kernel(
         log_mass = tl.load(block_lse + row + token, mask=inside, other=0.0).to(tl.float32)
         log_max = tl.load(block_max + row + token, mask=inside, other=0.0).to(tl.float32)
         relative_lse2 = tl.load(lse2 + token, mask=inside, other=0.0)
-        relative_lse2 -= tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
+        label_logit2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
+        relative_lse2 -= reference_logit2(label_logit2)
         norm = tl.minimum(tl.exp2(0.5 * (log_max + log_mass) - relative_lse2), eps)
         sum_of_norms += tl.sum(tl.where(token < n_valid, norm, 0.0), 0)
     log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
@@ -158,7 +160,7 @@ def plan_kernel(
         token_lse2 = tl.load(lse2 + token, mask=inside, other=0.0)
         seed = token_lse2.to(tl.int32, bitcast=True)
         label_logit2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
-        relative_lse2 = token_lse2 - label_logit2
+        relative_lse2 = token_lse2 - reference_logit2(label_logit2)
         # Σ p² over the block ≤ largest p · mass = s², so what is dropped has a 2-norm below ε.
         log_norm = 0.5 * (log_max + log_mass) - relative_lse2
         is_token = token < n_valid

@@ -60,7 +60,8 @@ def tile_place(tile, row_tiles, n_blocks, GROUP: tl.constexpr):
 
 @triton.jit
 def reference_logit2(label_logit2):
-    """What a token's `BlockSums.lse2` are relative to: the label's logit, or 0 where it is −∞."""
+    """What a token's `BlockSums.lse2` and filter statistics are relative to: its label's logit, or
+    0 where that is −∞."""
     return tl.where(label_logit2 > LOWEST, label_logit2, 0.0)
 
 
@@ -151,10 +152,10 @@ def forward_kernel(
 
         # what is kept of the tile itself
         if filter_lse is not None:  # a super-block's tokens and blocks are far fewer than 2^31
-            lse = tl.log2(probability_sum) + (offset - label_logit2)
-            lse = tl.clamp(lse, -FP16_RANGE, FP16_RANGE)
-            largest = tl.clamp(top - label_logit2, -FP16_RANGE, FP16_RANGE)
-            tl.store(filter_lse + block * padded + rows, lse.to(tl.float16))
+            relative_lse2 = tl.clamp(block_lse2, -FP16_RANGE, FP16_RANGE)
+            largest = top - reference_logit2(label_logit2)
+            largest = tl.clamp(largest, -FP16_RANGE, FP16_RANGE)
+            tl.store(filter_lse + block * padded + rows, relative_lse2.to(tl.float16))
             tl.store(filter_max + block * padded + rows, largest.to(tl.float16))
         if probabilities is not None:
             pointers = probabilities + entry + rows.to(tl.int64)[:, None] * stride
@@ -317,7 +318,7 @@ class SavedProbabilities(NamedTuple):
 class BlockSums:
     """What the forward finds of some tokens in each block of the vocabulary, (blocks, tokens)."""
 
-    # log2 Σ_v 2^z over the block, relative to the label's logit (`reference_logit2`)
+    # log2 Σ_v 2^z over the block, for base-2 logits z, relative to `reference_logit2`
     lse2: Tensor  # fp32
     smoothing_logit2: Tensor | None  # fp32 Σ_v u_v z_v, or Σ_v z_v where u is uniform; base 2
     # Token statistics, or None:
@@ -369,8 +370,8 @@ def run_forward(
 ) -> None:
     """Walk over the vocabulary once, and write what these tokens' losses and gradients need.
 
-    Filter statistics are base-2 and relative to the label's logit: the log-sum-exp and the largest
-    logit within each block."""
+    Filter statistics are base-2 and relative to the label's logit (`reference_logit2`): the
+    log-sum-exp and the largest logit within each block."""
     sums = empty_sums(call, tokens)
     for where in token_slices(len(packed), BlockSums.most_tokens(call)):
         block_sums = BlockSums.allocate(call, where.stop - where.start)

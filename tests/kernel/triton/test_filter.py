@@ -61,6 +61,24 @@ def test_unbiased_filter_is_right_in_the_mean(options):
         assert draws.sum(2).abs().max() <= 8e-3 * draws.abs().sum(2).max()
 
 
+@runs_schedule
+def test_a_token_whose_label_is_forbidden_keeps_its_softmax():
+    """Its loss is infinite and its gradient finite; so small a threshold leaves nothing out."""
+    n, v = 8, 3 * WIDTH
+    hidden, weight, labels, _ = inputs(n, v, 16)
+    bias = torch.zeros(v, device=DEVICE)
+    bias[labels[:2]] = -torch.inf
+    leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+    exact = [x.detach().requires_grad_() for x in (hidden, weight)]
+    loss = linear_cross_entropy(*leaves, labels, bias=bias, impl="triton", filter_eps=1e-9)
+    expected = linear_cross_entropy(*exact, labels, bias=bias, impl="reference")
+    torch.testing.assert_close(loss, expected)
+    found = torch.autograd.grad(loss, leaves)
+    true = torch.autograd.grad(expected, exact)
+    for gradient, true_gradient in zip(found, true, strict=True):
+        torch.testing.assert_close(gradient, true_gradient, rtol=1e-3, atol=1e-6)
+
+
 def test_blocks_of_small_norms_are_drawn_from_all_the_same():
     n, v = 128, 3 * WIDTH
     z = torch.zeros(n, v, device=DEVICE)

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import re
 
 import pytest
 import torch
@@ -64,6 +65,20 @@ def forbidden_on_one_rank(rank, impl):
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
     gradients = gradients[0], *(x[mine] for x in gradients[1:])
     torch.testing.assert_close(own, gradients, rtol=1e-3, atol=1e-5)
+
+
+def refuse_vectors_of_a_wrong_length(weight, hidden, labels):
+    """Every rank refuses a vector that is neither its part nor the whole, before a collective."""
+    rows = len(weight)
+    for name in ("bias", "smoothing_target"):
+        for shape in ((rows - 1,), (rows + 1,), (2 * rows - 1,), (2 * rows + 1,), (rows, 1), ()):
+            vector = torch.full(shape, 1 / rows, device=DEVICE)
+            expected = f"{name} must be ({rows},), this rank's part, or ({2 * rows},), the whole "
+            said = re.escape(expected + f"vocabulary's, not {shape}")
+            with pytest.raises(ValueError, match=said):
+                linear_cross_entropy(
+                    hidden, weight, labels, process_group=dist.group.WORLD, **{name: vector}
+                )
 
 
 def dtensors(rank):
@@ -175,6 +190,7 @@ def work(rank, store):
                 linear_cross_entropy(hidden, *given, **group)
     with pytest.raises(ValueError, match="reference knows no split vocabulary"):
         linear_cross_entropy(hidden, weight, labels, **{**group, "impl": "reference"})
+    refuse_vectors_of_a_wrong_length(weight, hidden, labels)
     # The ranks' means of gradients become the mean over all their tokens, 9 and 19.
     mine = torch.zeros(1, 10 * rank + 10, dtype=torch.long)
     assert token_mean_factor([mine]) == pytest.approx(2 / (9 + 19))
