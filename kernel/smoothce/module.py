@@ -13,7 +13,8 @@ class LinearCrossEntropy(nn.Module):
 
     It takes those keywords of `linear_cross_entropy` that are the same for every call: all but
     tensors and `process_group`. So a loss with a `smoothing_target`, `token_weights` or a split
-    vocabulary calls the function. Raises ValueError as that does.
+    vocabulary calls the function. Raises ValueError
+    and TypeError as that does.
     """
 
     @spell_out_options

@@ -20,8 +20,8 @@ HAS_FP32_OUT = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 CONVERT_PROGRAMS = 16  # programs of `convert_kernel` to the rows of a token tile
 
-# What `convert_kernel` takes a saved probability for at least, so that tokens which have none spare
-# it a logarithm of 0. `plan.SAVED_POWERS` keeps the others above 2^-125, which is 2.4e-38.
+# `convert_kernel` reads a smaller saved probability as this one, because masked rows hold 0, whose
+# logarithm is −∞. No other is smaller: `plan.SAVED_POWERS` keeps them above 2^-125, or 2.4e-38.
 LEAST_PROBABILITY = tl.constexpr(1e-38)
 
 

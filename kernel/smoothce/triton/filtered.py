@@ -1,22 +1,25 @@
 """The filtered backward: some pairs are recomputed, the others enter through low-rank products.
 
-S = ∂loss/∂(E Cᵀ), as `tokens.Coefficients` defines it, is cut into what pairs of a token and a
-block have. Of a kept pair the softmax's and the label's terms are computed, g_i (lift_i p_iv −
-(1−β) [v = y_i]) f_iv, where f_iv is the slope ∂logit/∂product and lift_i = 1 + 2ζ lse_i. For a
-dropped pair of mass P the softmax p_iv f_iv is modelled as P q_v f_v, where the profile q is the
-softmax within the block of the mean hidden state's logits, and f_v their slope. A drawn pair of
-weight w has w p_iv f_iv, and of the model (1−w) P q_v f_v. The smoothing term needs no pairs. So
-with W_j = Σ_{v∈j} q_v f_v C_v, H_j = Σ_{v∈j} u_v f_v C_v, the plan's coefficients m_ij (0, P or
-(1−w) P), and sums Σ_listed over kept and drawn pairs,
+S = ∂loss/∂(E Cᵀ), as `tokens.Coefficients` defines it, is cut into what pairs of a token i and a
+block j have. Of a listed pair, kept or drawn, the softmax's and the label's terms are computed:
 
-    dE_i = Σ_listed S_iv C_v + g_i (lift_i Σ_j m_ij W_j − β Σ_j H_j)
-    dC_v = Σ_listed S_iv E_i + q_v f_v Σ_i m_ij lift_i g_i E_i − β u_v f_v Σ_i g_i E_i
+    R_iv = g_i (w_ij lift_i p_iv − (1−β) [v = y_i]) f_iv
+
+where w_ij is the draw's weight, 1 for a kept pair, f_iv is the slope ∂logit/∂product and lift_i is
+1 + 2ζ lse_i. For a dropped pair of mass P the softmax p_iv f_iv is modelled as P q_v f_v, where the
+profile q is the softmax within the block of the mean hidden state's logits, and f_v their slope. A
+drawn pair has (1−w) P q_v f_v of the model. The smoothing term needs no pairs. So with W_j =
+Σ_{v∈j} q_v f_v C_v, H_j = Σ_{v∈j} u_v f_v C_v, the plan's coefficients m_ij (0, P or (1−w) P), and
+sums Σ_listed over kept and drawn pairs,
+
+    dE_i = Σ_listed R_iv C_v + g_i (lift_i Σ_j m_ij W_j − β Σ_j H_j)
+    dC_v = Σ_listed R_iv E_i + q_v f_v Σ_i m_ij lift_i g_i E_i − β u_v f_v Σ_i g_i E_i
 
 Without a softcap the gradient is right on average, and each token's sums to zero over the
 vocabulary (but for a z-loss), as the exact one does. Under a softcap the slope differs from token
-to token: there a listed pair has its own smoothing term in S, and the last terms' sums are over
-dropped pairs alone. What stands for the smoothing term of dropped pairs is wrong then, and no draw
-corrects it: the gradient is biased.
+to token: there R_iv has −g_i β u_v f_iv too, and the last terms' sums are over dropped pairs alone.
+What stands for the smoothing term of dropped pairs is wrong then, and no draw corrects it: the
+gradient is biased.
 
 `plan_super_blocks` runs the forward and lets `filter_plan` choose the pairs; `FilteredGradients`
 launches `filter_kernels`. Tokens are worked on in super-blocks, whose filter statistics bound the

@@ -1,8 +1,10 @@
 """Exact gradients made in the forward, some of the tokens at a time: no logit is computed twice.
 
-The walk saves p̃_iv = 2^(z_iv − o_i). The offset o_i is the label's logit, unless a logit lies more
-than 64 powers of 2 above it (`forward` says what it is then). So the label's p̃ is 1, which is exact
-in 16 bits. With w_i = a_i 2^(o_i − lse_i) and the token's coefficients a, b
+The walk saves p̃_iv = exp(z_iv − o_i), in the kernels 2^ of base-2 logits. The offset o_i is the
+label's logit, unless a logit lies more than 64 powers of 2 above it: then it is the largest of the
+token's offsets in its tiles (`forward` says what these are), and `repair_kernel` brings the other
+tiles to it. So the label's p̃ is mostly 1, which is exact in 16 bits. With w_i = a_i exp(o_i −
+lse_i) and the token's coefficients a, b
 
     dE_i = scale (w_i Σ_v p̃_iv C_v − b_i ((1−β) C_y + β Σ_v u_v C_v))
     dC_v = scale (Σ_i p̃_iv w_i E_i − (1−β) Σ_{i: y_i = v} b_i E_i − β u_v Σ_i b_i E_i)
@@ -139,11 +141,11 @@ def forward_all(
 
     With `sum_in_fp32` dC is summed in fp32 over the parts; otherwise each part rounds it."""
     places = token_slices(len(call.inputs.labels), part_tokens)
-    orders = [valid_first(call.part(where)) for where in places]
+    orders = [valid_first(call.of_tokens(where)) for where in places]
     counts = ValidCounts([valid_count for _, valid_count in orders])
     maker = GradientMaker.allocate(call, part_tokens, sum_in_fp32)
     for i, (where, (order, valid_count)) in enumerate(zip(places, orders, strict=True)):
-        part_call = call.part(where)
+        part_call = call.of_tokens(where)
         tokens, packed = gather(part_call, order, valid_count)
         own_results = results.part(where)
         run_forward(part_call, packed, tokens, own_results, saved=maker.workspace.saved)

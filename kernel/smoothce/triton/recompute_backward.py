@@ -71,7 +71,7 @@ ALIGNED_NUMBERS = 8  # in 16 bits so many are 16 bytes, what a kernel's widest l
 class RecomputeState(NamedTuple):
     """What the forward leaves for the backward."""
 
-    tokens: list[PackedTokens]  # of each super-block
+    super_blocks: list[PackedTokens]
     counts: ValidCounts
 
 
@@ -83,16 +83,16 @@ def super_blocks(n_tokens: int) -> list[slice]:
 def forward_all(call: LossCall, results: Results) -> RecomputeState:
     """Fill in the results; returns what the backward needs, if there is to be one."""
     places = super_blocks(len(call.inputs.labels))
-    orders = [valid_first(call.part(where)) for where in places]
+    orders = [valid_first(call.of_tokens(where)) for where in places]
     counts = []
     if any(call.needs):  # else there is no backward to ask for them
         counts = [valid_count for _, valid_count in orders]
     state = RecomputeState([], ValidCounts(counts))
     for where, (order, valid_count) in zip(places, orders, strict=True):
-        part = call.part(where)
-        tokens, packed = gather(part, order, valid_count)
-        run_forward(part, packed, tokens, results.part(where))
-        state.tokens.append(tokens)
+        super_block_call = call.of_tokens(where)
+        tokens, packed = gather(super_block_call, order, valid_count)
+        run_forward(super_block_call, packed, tokens, results.part(where))
+        state.super_blocks.append(tokens)
         del packed  # before the next super-block takes its memory
     return state
 
@@ -124,15 +124,15 @@ def backward_all(
     d_hidden: Tensor | None = None
     places = super_blocks(len(hidden))
     counts = state.counts.values()
-    for where, tokens, n_valid in zip(places, state.tokens, counts, strict=True):
-        part = call.part(where)
-        packed = packed_again(part, tokens, n_valid)
+    for where, tokens, n_valid in zip(places, state.super_blocks, counts, strict=True):
+        super_block_call = call.of_tokens(where)
+        packed = packed_again(super_block_call, tokens, n_valid)
         hidden_sums = None
         if call.needs.hidden:
             hidden_sums = torch.zeros(len(packed), d, device=hidden.device, dtype=torch.float32)
         if len(packed):
             token_coefficients = coefficients(
-                part,
+                super_block_call,
                 tokens,
                 upstream_loss[where] if upstream_loss.dim() else upstream_loss,
                 loss_scale,
@@ -154,13 +154,13 @@ def backward_all(
     )
 
 
-def packed_again(part: LossCall, tokens: PackedTokens, n_valid: int | None) -> Tensor:
+def packed_again(super_block_call: LossCall, tokens: PackedTokens, n_valid: int | None) -> Tensor:
     """The hidden states of a super-block's valid tokens, (n_valid, D).
 
     Where the host does not know how many are valid, they are those of all its tokens, valid ones
     first and then zeros: a masked token's hidden state may hold NaN, which its coefficient of 0
     would not undo."""
-    hidden = part.inputs.hidden
+    hidden = super_block_call.inputs.hidden
     if n_valid is None:
         packed = hidden.index_select(0, tokens.order)
         place = torch.arange(len(packed), device=packed.device)

@@ -2,14 +2,14 @@
 
 Masked tokens cost nothing because the large kernels see the others alone: `valid_first` orders the
 tokens, `gather` packs the valid ones' hidden states and computes their labels' logits, and
-`coefficients` says what each counts in the gradients. Nothing here waits for the device, which
-alone knows how many tokens are valid. So memory is allocated for all tokens, and the places behind
-the valid ones hold zeros.
+`coefficients` says what each counts in the gradients. The device alone knows how many tokens are
+valid, and nothing here but `ValidCounts.values` waits for it. So memory is allocated for all
+tokens. Behind the valid ones hidden states and coefficients are 0, labels −1 and `lse2` +∞.
 
 Logits, label logits and log-sum-exps without a suffix are in nats. A name that ends in 2 says that
 the quantity is in base 2, log2(e) times as much: kernels exponentiate with exp2, so that what a
-backward exponentiates (`lse2`, `offset2`) is kept that way, and `forward.losses_kernel` alone turns
-one into the other.
+backward exponentiates (`lse2`, `offset2`) is kept that way. Kernels convert what they read; what
+leaves the forward for the caller is in nats.
 
 In the kernels of this package `smoothing` is β, `scale` is the logit scale (1 without one) and `V`
 is how many entries this rank has. "The product" is E Cᵀ, before scale, bias and cap.
@@ -59,11 +59,11 @@ class LossCall(NamedTuple):
             return self.uniform_smoothing
         return self.inputs.options.label_smoothing
 
-    def part(self, where: slice) -> "LossCall":
+    def of_tokens(self, where: slice) -> "LossCall":
         """The call of these tokens alone.
 
-        Its `inputs.loss_scale()` would be the part's, which nobody wants: steps of a part are given
-        the whole call's."""
+        Its `inputs.loss_scale()` would be that of these tokens, which nobody wants: steps that work
+        on some of the tokens are given the whole call's."""
         tensors = self.inputs.tensors
         token_weights = tensors.token_weights
         tensors = tensors._replace(
