@@ -205,6 +205,18 @@ def test_training_without_the_fused_loss_warns_once(eval_logits):
         model.generate(ids, max_new_tokens=2)
 
 
+def test_warnings_name_the_users_line():
+    model, data = patch_model(tiny(), label_smoothing=0.1), batch()
+    with pytest.warns(UserWarning) as caught:
+        model(data["input_ids"])
+        model.model(data["input_ids"])
+        model.eval()(**data)
+        patch_model(tiny().to("meta"))
+    assert len(caught) == 4
+    for warning in caught:
+        assert warning.filename == __file__, warning.message
+
+
 def test_a_call_that_failed_does_not_hide_the_next_one_around_the_loss():
     model, data = patch_model(tiny(), label_smoothing=0.1), batch()
     with pytest.raises(ValueError, match="logits_to_keep"):

@@ -1,6 +1,9 @@
 """Patched models in Hugging Face's Trainer and TRL's SFTTrainer, against upstream's own losses."""
 
 import contextlib
+import dataclasses
+import importlib.metadata
+import sys
 import types
 
 import pytest
@@ -14,6 +17,12 @@ tiny_models = pytest.importorskip("tiny_models")
 from tiny_models import VOCABULARY, batch, expected, gradients, sequences, tiny  # noqa: E402
 
 from smoothce import SmoothingCallback  # noqa: E402
+
+
+def trl_of_fused_heads():
+    """TRL, of a version whose SFTTrainer `patch_trainer` serves: tests/eval/peers_env.sh."""
+    return pytest.importorskip("trl", minversion="1.16")
+
 
 THREE_STEPS = {  # of a Trainer
     "per_device_train_batch_size": 2,
@@ -93,7 +102,7 @@ def trls_rows():
     [("LlamaForCausalLM", 0.0), ("LlamaForCausalLM", 0.2), ("OlmoeForCausalLM", 0.0)],
 )
 def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     arguments = sft_config(trl, tmp_path, label_smoothing_factor=beta)
     more = {"rows": trls_rows(), "processing_class": words()}
     want = history(trl.SFTTrainer, arguments, tiny(name), False, **more)
@@ -113,7 +122,7 @@ def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 def test_trls_trainer_and_its_metrics_on_a_gpu(half, tmp_path):
     """At β = 0 loss, entropy and accuracy are TRL's own, by the Triton kernels."""
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     arguments = sft_config(trl, tmp_path, use_cpu=False, learning_rate=1e-3)
     arguments.bf16 = half
     arguments._n_gpu = 1  # else several GPUs are taken at once by torch's DataParallel
@@ -127,7 +136,7 @@ def test_trls_trainer_and_its_metrics_on_a_gpu(half, tmp_path):
 
 
 def test_trls_trainer_with_an_explicit_beta_trains_as_with_its_own_factor(tmp_path):
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     more = {"train_dataset": trls_rows(), "processing_class": words()}
     losses = []
     for factor in (0.2, 0.0):
@@ -142,7 +151,7 @@ def test_trls_trainer_with_an_explicit_beta_trains_as_with_its_own_factor(tmp_pa
 
 def test_a_model_patched_by_itself_is_refused_under_trls_trainer(tmp_path):
     """It would train without smoothing. Without any there is nothing to lose."""
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     more = {"train_dataset": trls_rows(), "processing_class": words()}
     model = patch_model(tiny(), label_smoothing=0.2)
     trainer = trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
@@ -162,7 +171,7 @@ def dispatched(model):
 @pytest.mark.parametrize("first", ["trainer", "patch_model"])
 def test_trls_trainer_of_a_dispatched_model(first, tmp_path):
     """TRL puts its forward around that of accelerate's hook, which has to stay."""
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     arguments = sft_config(trl, tmp_path, label_smoothing_factor=0.2)
     more = {"rows": trls_rows(), "processing_class": words()}
     want = history(trl.SFTTrainer, arguments, tiny(), True, **more)
@@ -177,7 +186,7 @@ def test_trls_trainer_of_a_dispatched_model(first, tmp_path):
 
 def test_trls_forward_is_seen_around_accelerates(tmp_path):
     """Whichever accelerate puts on first or last: device_map's hook, or mixed precision."""
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     more = {"train_dataset": trls_rows(), "processing_class": words()}
     model = patch_model(dispatched(tiny()), label_smoothing=0.2)
     trainer = trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
@@ -202,7 +211,7 @@ def smoothed_densely(hidden, weight, labels):
 @pytest.mark.parametrize("way", ["patch_trainer", "patch_model"])
 def test_trls_trainer_with_a_loss_of_ones_own(way, tmp_path):
     """Its gradient is the given loss's; entropy and accuracy stay the model's."""
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     more = {"train_dataset": trls_rows(), "processing_class": words()}
     logged = []
     for settings in ({"label_smoothing": 0.2}, {"loss": smoothed_densely}):
@@ -221,7 +230,7 @@ def test_trls_trainer_with_a_loss_of_ones_own(way, tmp_path):
 
 
 def test_what_trl_would_train_instead_is_refused_by_name(tmp_path):
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     more = {"train_dataset": trls_rows(), "processing_class": words()}
     trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path, loss_type="dft"), **more)
     with pytest.raises(ValueError, match="not 'dft', which would ignore label_smoothing"):
@@ -456,7 +465,7 @@ def test_a_trainer_that_would_train_another_loss_is_refused(change, options, sai
 )
 def test_trls_trainer_with_adapters_in_any_order(order, tmp_path):
     """The adapters train as with TRL's own factor, whatever is done before what."""
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(
         r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0
@@ -498,7 +507,7 @@ def test_trls_trainer_with_adapters_in_any_order(order, tmp_path):
 
 
 def test_trls_trainer_refuses_an_adapter_on_the_head(tmp_path):
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     more = {"train_dataset": trls_rows(), "processing_class": words(), "peft_config": adapters}
@@ -508,13 +517,121 @@ def test_trls_trainer_refuses_an_adapter_on_the_head(tmp_path):
 
 
 def test_a_trl_whose_fused_forward_is_made_in_another_way_is_named(tmp_path):
-    trl = pytest.importorskip("trl")
+    trl = trl_of_fused_heads()
     more = {"train_dataset": trls_rows(), "processing_class": words()}
     trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), **more)
 
-    def _fused_forward(self, *args, **kwargs):
+    def forward_of_another_version(self, *args, **kwargs):
         raise AssertionError("not called")
 
-    trainer.model.forward = types.MethodType(_fused_forward, trainer.model)
+    function = types.FunctionType(
+        forward_of_another_version.__code__, {"__name__": "trl.trainer.utils"}
+    )
+    trainer.model.forward = types.MethodType(function, trainer.model)
     with pytest.raises(ValueError, match=rf"TRL {trl.__version__} .* original_forward"):
         patch_trainer(trainer, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"label_smoothing": 2}, ValueError),
+        ({"impl": "nope"}, ValueError),
+        ({"softcap": 3.0}, ValueError),
+        ({"smoothing": 0.1}, TypeError),
+    ],
+)
+@pytest.mark.parametrize("patched_before", [False, True])
+def test_a_refused_patch_trainer_leaves_trls_forward(wrong, error, patched_before, tmp_path):
+    trl = trl_of_fused_heads()
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    model = tiny()
+    if patched_before:
+        patch_model(model)
+    trainer = trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
+    before = dict(vars(model))
+    head_before = dict(vars(model.lm_head))
+    with pytest.raises(error):
+        patch_trainer(trainer, **wrong)
+    assert vars(model) == before
+    assert vars(model.lm_head) == head_before
+    trainer.train()
+
+
+class SFTTrainer(transformers.Trainer):
+    """A trainer that says that it is TRL's."""
+
+    __module__ = "trl.trainer.sft_trainer"
+
+
+@pytest.mark.parametrize("fields", [None, ("log_probs", "entropy")])
+def test_an_sfttrainer_of_another_version_of_trl_is_refused_by_name(fields, tmp_path, monkeypatch):
+    """Before its loss_type is looked at, which the advice to change would lead nowhere."""
+    pytest.importorskip("accelerate")
+    utils = types.ModuleType("trl.trainer.utils")
+    if fields is not None:
+        utils.FusedCausalLMOutput = dataclasses.make_dataclass("FusedCausalLMOutput", fields)
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", utils)
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "1.9.0" if name == "trl" else version(name)
+    )
+    arguments = transformers.TrainingArguments(str(tmp_path), **THREE_STEPS)
+    arguments.loss_type = "chunked_nll"
+    with pytest.raises(ValueError, match=r"TRL 1\.9\.0.*install trl 1\.16"):
+        patch_trainer(SFTTrainer(tiny(), arguments), label_smoothing=0.1)
+
+
+def with_forward_of_trl(model):
+    """The model with a forward of a version of TRL that nobody has seen."""
+
+    def chunked_forward(self, input_ids, **inputs):
+        return self.model(input_ids)
+
+    function = types.FunctionType(chunked_forward.__code__, {"__name__": "trl.models.utils"})
+    model.forward = types.MethodType(function, model)
+    return model
+
+
+def test_a_forward_of_any_version_of_trl_is_named():
+    with pytest.raises(TypeError, match=r"wrapped before patch_model by TRL.*patch_trainer"):
+        patch_model(with_forward_of_trl(tiny()), label_smoothing=0.2)
+    model = with_forward_of_trl(patch_model(tiny(), label_smoothing=0.2))
+    with pytest.raises(ValueError, match=r"TRL's SFTTrainer.*label_smoothing=0.2.*patch_trainer"):
+        model(batch()["input_ids"])
+
+
+def mean_loss(hidden, weight, labels, **model_options):
+    return torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [({"z_loss": 1e-4}, "z_loss=0.0001"), ({"loss": mean_loss}, "loss=mean_loss")],
+)
+def test_what_another_loss_would_lose_is_named(settings, lost, tmp_path):
+    model = with_forward_of_trl(patch_model(tiny(), **settings))
+    with pytest.raises(ValueError, match=lost) as refusal:
+        model(batch()["input_ids"])
+    assert "label_smoothing=" not in str(refusal.value)
+    trainer = patch_trainer(with_callback(tmp_path, model=tiny(), beta=None), **settings)
+    trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.mean()
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=rf"so that {lost} had no"):
+        trainer.train()
+
+
+def test_warnings_of_a_trainer_name_the_users_line(tmp_path):
+    with torch.device("meta"):
+        model = tiny()
+    made = with_callback(tmp_path, model=tiny(), beta=None)
+    made.model = model
+    with pytest.warns(UserWarning, match="when its first training batch comes") as caught:
+        patch_trainer(made, label_smoothing=0.1)
+    assert caught[0].filename == __file__
+    arguments = transformers.TrainingArguments(str(tmp_path), label_smoothing_factor=BETA, **UPDATE)
+    model = patch_model(tiny(), label_smoothing=BETA)
+    made = transformers.Trainer(model, arguments, train_dataset=uneven_rows())
+    with pytest.warns(UserWarning, match="no labels") as caught:
+        made.train()
+    (of_labels,) = (warning for warning in caught if "no labels" in str(warning.message))
+    assert of_labels.filename == __file__

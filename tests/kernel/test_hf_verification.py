@@ -614,6 +614,24 @@ def test_a_hook_that_only_looks_gets_no_invented_logits_at_every_step():
     assert shapes == [(1, 2, VOCABULARY), (), (), ()]
 
 
+def test_hooks_are_tried_without_reading_the_heads_weight():
+    """Which under ZeRO-3 would gather it for the whole step, outside the head's forward."""
+    from smoothce.hf_patch.head_hooks import HeadHooks
+
+    read = []
+
+    class Parameters(dict):  # as ZeRO-3 puts one into each module
+        def __getitem__(self, name):
+            read.append(name)
+            return super().__getitem__(name)
+
+    head = torch.nn.Linear(4, 6)
+    head.register_forward_hook(only_looks)
+    head.__dict__["_parameters"] = Parameters(head._parameters)
+    HeadHooks().admit(head, "lm_head")
+    assert read == []
+
+
 def test_a_hook_that_changes_logits_in_training_alone_is_refused():
     def doubles(head, args, logits):
         return logits * 2 if head.training else None

@@ -1,15 +1,15 @@
 """A causal language model's parts: the decoder, the head, and where each keeps its forward."""
 
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 # A transformers model: a Module with attributes (config, lm_head, …) that Module does not declare.
 CausalModel: TypeAlias = Any
+
+ACCELERATES_WRAPPER = "new_forward"  # the name of the function that accelerate's hook puts in place
 
 
 def unwrapped(model: nn.Module) -> CausalModel:
@@ -46,7 +46,7 @@ def decoder_of(causal: CausalModel) -> CausalModel:
         if isinstance(decoder, nn.Module):
             return decoder
     raise TypeError(
-        f"{type(causal).__name__} has no decoder: neither a module named model nor a base_model"
+        f"{class_of(causal).__name__} has no decoder: neither a module named model nor a base_model"
     )
 
 
@@ -65,7 +65,7 @@ def head_name_of(causal: CausalModel) -> str:
         if module is head:
             return name
     raise TypeError(
-        f"{type(causal).__name__} has no head that turns hidden states into logits: neither an "
+        f"{class_of(causal).__name__} has no head that turns hidden states into logits: neither an "
         "lm_head nor a child that get_output_embeddings() returns"
     )
 
@@ -91,14 +91,17 @@ def forward_in_slot(module: nn.Module) -> Callable[..., Any]:
 
 
 def has_foreign_wrapper(module: nn.Module, *own_forwards: Any) -> bool:
-    """Whether the module runs anything but one of these forwards, accelerate's hook apart."""
+    """Whether the module runs another forward than its own, accelerate's hook apart.
+
+    `own_forwards` are those that may be there: the class's, a patch, or None for a patch that is
+    not there."""
     if forward_in_slot(module) not in own_forwards:
         return True
     if forward_slot(module) == "forward":
         return False
     outermost = vars(module).get("forward")  # accelerate's wrapper, or one around it
     function = getattr(outermost, "func", outermost)  # accelerate's is a functools.partial
-    return getattr(getattr(function, "__code__", None), "co_name", "") != "new_forward"
+    return getattr(getattr(function, "__code__", None), "co_name", "") != ACCELERATES_WRAPPER
 
 
 def forward_layers(module: nn.Module) -> Iterator[Callable[..., Any]]:
@@ -141,10 +144,3 @@ def partitioned_by(model: nn.Module) -> str | None:
         if status is not None and status.name != "AVAILABLE":
             return "ZeRO-3"
     return None
-
-
-def warn_once(warnings_given: set[str], message: str) -> None:
-    """Warn, unless the message was given already; compiled code does not warn."""
-    if message not in warnings_given and not torch.compiler.is_compiling():
-        warnings_given.add(message)
-        warnings.warn(message, stacklevel=5)  # whoever called the module

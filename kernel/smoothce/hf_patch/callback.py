@@ -49,11 +49,10 @@ class LossWatch(TrainerCallback):
         if self.model_forward is None or self.model_forward.gave_training_loss:
             return
         settings = self.model_forward.head_forward.settings
-        if settings.smooths():
+        if settings.differs_from_upstream():
             raise ValueError(
                 "the trainer's step did not ask the model for its loss (a compute_loss_func, or a "
-                "compute_loss of its own?), so that label_smoothing="
-                f"{settings.options.label_smoothing:g} had no effect"
+                f"compute_loss of its own?), so that {settings.differences()} had no effect"
             )
 
 
@@ -106,9 +105,10 @@ class SmoothingCallback(LossWatch):
         assert self.model_forward is not None  # patch_model has made it
         other = other_loss_of(self.model_forward.causal)
         if other is not None:
+            lost = self.model_forward.head_forward.settings.differences()
             raise ValueError(
-                f"{other} has given the model a loss of its own, without label_smoothing="
-                f"{self.settings['label_smoothing']:g}"
+                f"{other} has given the model a loss of its own, without SmoothingCallback's "
+                f"{lost or 'settings'}"
             )
 
     def _check(self, args: TrainingArguments) -> None:

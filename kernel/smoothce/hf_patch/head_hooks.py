@@ -27,8 +27,10 @@ class HeadHooks:
     def __init__(self) -> None:
         self.harmless: list[Hook] = []
 
-    def check(self, head: nn.Linear, head_name: str) -> None:
-        """Raises ValueError where a hook changes logits, or where that cannot be told now."""
+    def admit(self, head: nn.Linear, head_name: str) -> None:
+        """Try the hooks that are new, and remember those that leave logits alone.
+
+        Raises ValueError where a hook changes logits, or where that cannot be told now."""
         for hook, takes_keywords in _forward_hooks(head):
             if any(hook is known for known in self.harmless) or _shards(hook):
                 continue
@@ -64,8 +66,10 @@ def _shards(hook: Hook) -> bool:
 @torch.no_grad()
 def _changes_logits(head: nn.Linear, hook: Hook, takes_keywords: bool) -> bool:
     """Whether a forward hook gives or makes other logits than a ramp that it gets."""
-    hidden = torch.zeros(1, 2, head.in_features, device=head.weight.device)
-    ramp = ramp_like(torch.empty(1, 2, head.out_features, device=head.weight.device))
+    # Not `head.weight`: under ZeRO-3, reading it outside the head's forward would gather it.
+    device = next(head.parameters()).device
+    hidden = torch.zeros(1, 2, head.in_features, device=device)
+    ramp = ramp_like(torch.empty(1, 2, head.out_features, device=device))
     logits = ramp.clone()
     mode = head.training
     head.training = True

@@ -12,16 +12,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smoothce.hf_patch import trl
-from smoothce.hf_patch.anatomy import CausalModel, class_forward, forward_layers, warn_once
+from smoothce.hf_patch.anatomy import CausalModel, class_forward, class_of, forward_layers
 from smoothce.hf_patch.fused_forward import FusedForward
 from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.head_hooks import HeadHooks
 from smoothce.hf_patch.outputs import wants_auxiliary_loss
+from smoothce.hf_patch.user_warnings import warn_user_once
 from smoothce.hf_patch.verification import CannotRun, VerifiedLoss, verify
 
 
 class ModelForward:
-    """A patched model's forward: the fused one, or upstream's where there is nothing to fuse.
+    """A patched model's forward: `FusedForward`, or upstream's where no loss is asked for.
 
     Upstream is transformers, whose forward of the model's class still runs without labels, and in
     evaluation. Its signature stays, by which Trainers pick columns.
@@ -100,11 +101,11 @@ class ModelForward:
         verified.check_unchanged()
         if with_auxiliary_loss and not verified.has_auxiliary_loss:
             verified = self._verify(with_auxiliary_loss)
-        self.head_hooks.check(self.fused.head, self.head_name)
+        self.head_hooks.admit(self.fused.head, self.head_name)
         return verified
 
     def _verify(self, with_auxiliary_loss: bool) -> VerifiedLoss:
-        name = type(self.causal).__name__
+        name = class_of(self.causal).__name__
         if torch.compiler.is_compiling():
             router = ", and output_router_logits=True" if with_auxiliary_loss else ""
             raise ValueError(
@@ -132,7 +133,7 @@ class ModelForward:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         head_forward = HeadForward.of(self.fused.head)
-        if head_forward is None or not head_forward.settings.smooths():
+        if head_forward is None or not head_forward.settings.differs_from_upstream():
             return
         if any(parameter.requires_grad for parameter in self.causal.parameters()):
             self.warn(
@@ -142,11 +143,14 @@ class ModelForward:
 
     def warn(self, message: str) -> None:
         """Warn once for this model."""
-        warn_once(self.warnings_given, message)
+        warn_user_once(self.warnings_given, message)
 
 
 class DecoderHook:
-    """The decoder's forward pre-hook: warns where a patched model trains, but not for its loss.
+    """The decoder's forward pre-hook: notices where a patched model trains, but not for its loss.
+
+    It raises ValueError where TRL or Liger trains with a loss that lacks what the settings add, and
+    warns once of anybody else.
 
     A decoder that runs while its model's patched forward does was called by that. Any other call of
     a decoder in training comes from somebody who computes another loss of its hidden states."""
@@ -163,12 +167,11 @@ class DecoderHook:
             return
         settings = self.model_forward.head_forward.settings
         other = other_loss_of(self.model_forward.causal)
-        if other is not None and settings.smooths():
-            beta = f"label_smoothing={settings.options.label_smoothing:g}"
+        if other is not None and settings.differs_from_upstream():
             raise ValueError(
-                f"{other} trains the model with a loss of its own, without patch_model's {beta}: "
-                f"call smoothce.patch_trainer(trainer, {beta}) once the trainer is made, without "
-                "use_liger_kernel"
+                f"{other} trains the model with a loss of its own, without patch_model's "
+                f"{settings.differences()}: call smoothce.patch_trainer(trainer), which keeps "
+                "that, once the trainer is made, without use_liger_kernel"
             )
         self.model_forward.warn(
             "something trains a patched model around its loss, so that patch_model's settings have "
@@ -192,7 +195,7 @@ def _in_backward() -> bool:
 def other_loss_of(causal: CausalModel) -> str | None:
     """Who has put a forward with another loss around the model's, where that is known."""
     for forward in forward_layers(causal):
-        if trl.is_fused_forward(forward):
+        if trl.is_trls_forward(forward):
             return trl.TRAINER
         if (getattr(forward, "__module__", None) or "").startswith("liger_kernel."):
             return "Liger"

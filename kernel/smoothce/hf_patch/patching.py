@@ -1,10 +1,9 @@
 """`patch_model` and `unpatch_model`."""
 
-import warnings
-
 from torch import nn
 from typing_extensions import Unpack
 
+from smoothce.hf_patch import trl
 from smoothce.hf_patch.anatomy import (
     CausalModel,
     check_head,
@@ -12,6 +11,7 @@ from smoothce.hf_patch.anatomy import (
     class_of,
     config_of,
     decoder_of,
+    forward_layers,
     forward_slot,
     has_foreign_wrapper,
     head_name_of,
@@ -22,6 +22,7 @@ from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.model_forward import DecoderHook, ModelForward
 from smoothce.hf_patch.outputs import refuse_summed_router
 from smoothce.hf_patch.settings import PatchSettings, loss_settings, shows_settings
+from smoothce.hf_patch.user_warnings import warn_user
 from smoothce.hf_patch.verification import CannotRun, verify
 
 
@@ -47,7 +48,7 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     `impl` are `linear_cross_entropy`'s. `loss` puts another function in its place:
     `loss(hidden (N, D), weight (V, D), labels (N,))`, with the model's `bias=`, `softcap=` and
     `logit_scale=` where it has them, whose result is the mean over labels that are not
-    `ignore_index`; it smooths as it likes.
+    `ignore_index`. It smooths as it likes: `label_smoothing` and `z_loss` are not used beside it.
 
     Any architecture is accepted whose loss comes out exact, which is verified on sixteen tokens
     (`smoothce.hf_patch.verification` says how): its decoder's last hidden states go through a
@@ -96,13 +97,12 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     try:
         model_forward.verified = verify(model_forward.fused, checked_settings)
     except CannotRun as reason:
-        warnings.warn(
-            f"patch_model verifies {name} when its first training batch comes, not now: {reason}",
-            stacklevel=3,
+        warn_user(
+            f"patch_model verifies {name} when its first training batch comes, not now: {reason}"
         )
     else:
         checked_settings = checked_settings.with_logit_map(model_forward.verified.logit_map)
-        model_forward.head_hooks.check(head, head_name)
+        model_forward.head_hooks.admit(head, head_name)
     if ModelForward.of(causal) is not None:  # only now: a refused call leaves the one before
         unpatch_model(causal)
     _install(model_forward, HeadForward(head, checked_settings))
@@ -148,7 +148,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
 def _refuse_wrapped(causal: CausalModel) -> None:
     if hasattr(causal, "module") or hasattr(causal, "_orig_mod"):
         raise TypeError(
-            f"{type(causal).__name__} is a wrapped model: call patch_model before "
+            f"{class_of(causal).__name__} is a wrapped model: call patch_model before "
             "DistributedDataParallel, deepspeed.initialize or torch.compile"
         )
 
@@ -158,6 +158,12 @@ def _refuse_wrapped_forward(
 ) -> None:
     if has_foreign_wrapper(module, class_forward(module), patch):
         when = "before" if patch is None else "after"
+        if any(trl.is_trls_forward(forward) for forward in forward_layers(module)):
+            raise TypeError(
+                f"{name}.forward was wrapped {when} patch_model by TRL, whose trainer has its own "
+                "loss there: call smoothce.patch_trainer(trainer, …) with the SFTTrainer that has "
+                "the model, instead of patch_model"
+            )
         raise TypeError(
             f"{name}.forward was wrapped {when} patch_model: call patch_model before the wrapper"
         )

@@ -38,8 +38,7 @@ class PatchSettings(TypedDict, total=False):
     """The keywords of `patch_model`, which documents them.
 
     They are the fields of `Options` that a model can serve, and `smoothing_target`, `impl`, `loss`
-    and `eval_logits`. A field of `Options` works as a keyword without being named here; its line
-    here is what editors complete.
+    and `eval_logits`. Each has its line here, from which editors complete and `help()` is made.
     """
 
     label_smoothing: float
@@ -86,9 +85,23 @@ class LossSettings:
         )
         return replace(self, options=options)
 
-    def smooths(self) -> bool:
+    def differences(self) -> str:
+        """What training without this loss would lose, as keywords: "label_smoothing=0.1, z_loss=1".
+
+        Empty where the loss is upstream's."""
+        lost = []
+        if self.options.label_smoothing:
+            lost.append(f"label_smoothing={self.options.label_smoothing:g}")
+        if self.options.z_loss:
+            lost.append(f"z_loss={self.options.z_loss:g}")
+        if self.given_loss is not None:
+            name = getattr(self.given_loss, "__name__", type(self.given_loss).__name__)
+            lost.append(f"loss={name}")
+        return ", ".join(lost)
+
+    def differs_from_upstream(self) -> bool:
         """Whether training without this loss would be training on another one."""
-        return bool(self.options.label_smoothing or self.options.z_loss or self.given_loss)
+        return self.differences() != ""
 
 
 OPTION_NAMES = tuple(
@@ -144,7 +157,7 @@ def shows_settings(function: AnyFunction) -> AnyFunction:
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=None if name in LOGIT_MAP_KEYWORDS else defaults[name],
+                default=defaults[name],
                 annotation=annotation,
             )
         )

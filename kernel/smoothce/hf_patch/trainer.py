@@ -21,28 +21,37 @@ def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> Any
         patch_trainer(trainer, label_smoothing=0.1)
 
     The settings are `patch_model`'s; those of an earlier `patch_model` stay. Without
-    `label_smoothing` it is `TrainingArguments.label_smoothing_factor`, which would otherwise take
-    the labels away and smooth dense logits, and which TRL will remove. Evaluation reports the loss
-    without smoothing. TRL's own fused head gives way, and its entropy and accuracy come from the
-    same pass as the loss.
+    `label_smoothing`, the β is `TrainingArguments.label_smoothing_factor`. (Without this call that
+    factor makes the Trainer take the labels away from the model and smooth dense logits. TRL will
+    remove the factor.) Evaluation reports the loss without smoothing. TRL's own fused head gives
+    way, and its entropy and accuracy come from the same pass as the loss.
 
-    Returns the trainer. Raises ValueError for a loss of the trainer's that this one cannot be, for
-    a trainer with a `model_init`, which makes another model when it trains, and what `patch_model`
-    raises. The trainer raises ValueError when it trains another model than the patched one, or
-    after a step that did not ask the model for its loss.
+    Returns the trainer. `unpatch_model` undoes what this does to the model, but does not bring
+    TRL's fused head back: make the trainer anew for that. A call that is refused leaves model and
+    trainer as they were.
+
+    Raises ValueError for a loss of the trainer's that this one cannot be, for a trainer with a
+    `model_init`, which makes another model when it trains, and what `patch_model` raises. The
+    trainer raises ValueError when it trains another model than the patched one, or after a step
+    that did not ask the model for its loss.
     """
     trainer_: Any = trainer
     causal = unwrapped(trainer_.model)
     settings = _combined(causal, trainer_.args.label_smoothing_factor, settings)
     _refuse_other_losses(trainer_, settings)
     outermost = vars(causal).get("forward")
-    if outermost is not None and trl.is_fused_forward(outermost):
+    if outermost is not None and trl.is_trls_forward(outermost):
         if settings.get("reduction", "mean") != "mean":
             raise ValueError(f"reduction must be 'mean', TRL's, not {settings['reduction']!r}")
         # TRL's gives way to what it has replaced: the class's, an earlier patch, or accelerate's
         # wrapper of one of them.
-        causal.forward = trl.forward_before(outermost)
-    patch_model(trainer_.model, **settings)
+        causal.forward = trl.forward_before_trls(outermost)
+    try:
+        patch_model(trainer_.model, **settings)
+    except BaseException:  # an interrupted or refused call leaves the model as it was
+        if outermost is not None:
+            causal.forward = outermost
+        raise
     trainer_.label_smoother = None
     _watch(trainer_)
     return trainer
@@ -59,28 +68,31 @@ def _watch(trainer: Any) -> None:
 
 
 def _combined(causal: CausalModel, factor: float, settings: PatchSettings) -> PatchSettings:
-    """Each setting from the first that has it: this call, then an earlier `patch_model`.
+    """The settings of this call, and for those that it does not give an earlier `patch_model`'s.
 
-    β may also be the trainer's factor, where neither gives one or the earlier one is 0."""
-    earlier = PatchSettings(label_smoothing=0.0)
+    β is this call's `label_smoothing`, else the earlier one if that is not 0, else the trainer's
+    factor. Raises ValueError where the factor is neither 0 nor the β that comes out."""
+    combined = PatchSettings(label_smoothing=0.0)
     model_forward = ModelForward.of(causal)
     if model_forward is not None:
-        earlier = model_forward.head_forward.settings.keywords()
-    if not earlier["label_smoothing"]:
-        earlier["label_smoothing"] = factor
-    combined: PatchSettings = {**earlier, **settings}
-    if factor not in (0, combined["label_smoothing"]):
+        combined = model_forward.head_forward.settings.keywords()
+    if combined["label_smoothing"] == 0:
+        combined["label_smoothing"] = factor
+    combined.update(settings)
+    beta = combined["label_smoothing"]
+    if factor not in (0, beta):
         raise ValueError(
-            f"label_smoothing={combined['label_smoothing']} and the trainer's "
-            f"label_smoothing_factor={factor} differ: give one"
+            f"label_smoothing={beta} and the trainer's label_smoothing_factor={factor} differ: "
+            "give one"
         )
     return combined
 
 
 def _refuse_other_losses(trainer: Any, settings: PatchSettings) -> None:
     """Raises ValueError for what would train another loss than the settings'."""
-    refuse_arguments(trainer.args)
+    # TRL's version comes first: what is said of arguments would lead nowhere in another one.
     trl.refuse_other_trainers(trainer)
+    refuse_arguments(trainer.args)
     if getattr(trainer, "model_init", None) is not None:
         raise ValueError(
             "the trainer's model_init makes a new model when it trains, which would not be the "

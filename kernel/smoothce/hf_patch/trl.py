@@ -4,6 +4,7 @@ TRL's SFTTrainer replaces its model's forward by a `_fused_forward`, which keeps
 variable `original_forward` and computes a loss of its own from hidden states. It asks for that loss
 by the argument `fused_lm_head=True`, and reads a `FusedCausalLMOutput`."""
 
+import dataclasses
 import importlib.metadata
 import inspect
 import sys
@@ -15,50 +16,75 @@ from torch import Tensor
 from smoothce.hf_patch.head_forward import LossAndStatistics
 
 TRAINER = "TRL's SFTTrainer"
+OUTPUT_MODULE = "trl.trainer.utils"
+OUTPUT_CLASS = "FusedCausalLMOutput"
+OUTPUT_FIELDS = {"log_probs", "entropy", "is_top1", "label_mask", "aux_loss"}
+ADVICE = "install trl 1.16, or train with Hugging Face's Trainer"
 LOSS_REQUEST = "fused_lm_head"  # the argument by which TRL's trainers ask a forward for their loss
 
 
-def is_fused_forward(forward: Callable[..., Any]) -> bool:
-    """Whether it is the forward, or the function of the method, that TRL gives a model."""
+def is_trls_forward(forward: Callable[..., Any]) -> bool:
+    """Whether it is a forward, or the function of a method, that TRL has given a model.
+
+    TRL copies name and module of the forward that it replaces, so that only what the function was
+    defined among tells. Other versions have other functions for this."""
     function = getattr(forward, "__func__", forward)
-    return getattr(getattr(function, "__code__", None), "co_name", "") == "_fused_forward"
+    defined_in = getattr(function, "__globals__", {}).get("__name__", "")
+    return defined_in.startswith("trl.")
 
 
-def forward_before(fused_forward: Callable[..., Any]) -> Callable[..., Any]:
+def forward_before_trls(trls_forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward that TRL's has replaced. Raises ValueError where TRL keeps it elsewhere."""
-    function = getattr(fused_forward, "__func__", fused_forward)
+    function = getattr(trls_forward, "__func__", trls_forward)
     variables = inspect.getclosurevars(function).nonlocals
     if "original_forward" not in variables:
         raise ValueError(
-            f"TRL {importlib.metadata.version('trl')} replaces the model's forward by a "
-            "_fused_forward without a variable original_forward, in which patch_trainer looks for "
-            "the model's own: install trl 1.16, or train with Hugging Face's Trainer"
+            f"TRL {importlib.metadata.version('trl')} replaces the model's forward by one without "
+            "a variable original_forward, in which patch_trainer looks for the model's own: "
+            f"{ADVICE}"
         )
     return variables["original_forward"]
 
 
 def refuse_other_trainers(trainer: Any) -> None:
-    """Raises ValueError for TRL's trainers of losses of their own, such as its DPOTrainer."""
+    """Raises ValueError for TRL's trainers of losses of their own, such as its DPOTrainer, and for
+    the SFTTrainer of a version that asks its model for the loss in another way."""
     trls = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
-    if trls and "SFTTrainer" not in trls:
+    if not trls:
+        return
+    if "SFTTrainer" not in trls:
         raise ValueError(
             f"TRL's {trls[0]} computes a loss of its own, which would ignore label_smoothing; "
             "only its SFTTrainer trains with this one"
         )
+    output_class = getattr(sys.modules.get(OUTPUT_MODULE), OUTPUT_CLASS, None)
+    if output_class is None or not _field_names(output_class) >= OUTPUT_FIELDS:
+        raise ValueError(
+            f"the SFTTrainer of TRL {importlib.metadata.version('trl')} does not ask its model for "
+            f"a {OUTPUT_CLASS} of {', '.join(sorted(OUTPUT_FIELDS))}, as patch_trainer returns it: "
+            f"{ADVICE}"
+        )
+
+
+def _field_names(output_class: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(output_class)}  # type: ignore[arg-type]
 
 
 def trl_output(result: LossAndStatistics, ignore_index: int, auxiliary: Tensor | None) -> Any:
     """What TRL's trainers read: their loss is the sum of −log_probs over the number of tokens.
 
-    All tokens count alike in it, so that each can carry an equal part of the summed loss, whose
-    gradient is made in the forward; a loss per token would take one more matrix product.
+    TRL reads the sum of log_probs alone, which must be minus the summed loss. So what is returned
+    under that name are not log probabilities: to each of them `rest` is added, an equal share of
+    what their sum lacks. The gradient is the summed loss's, which is made in the forward; a loss
+    per token would take one more matrix product in the backward.
     """
     mask = result.labels != ignore_index
     log_probability = result.statistics.log_probability
     assert log_probability is not None  # there are labels
     rest = (-result.loss - log_probability.sum()) / mask.sum().clamp(min=1)
     # TRL, which has asked for this, has imported it; an import here would break a compiled graph.
-    return sys.modules["trl.trainer.utils"].FusedCausalLMOutput(
+    output_class = getattr(sys.modules[OUTPUT_MODULE], OUTPUT_CLASS)
+    return output_class(
         log_probs=(log_probability + rest) * mask,
         entropy=result.statistics.entropy,
         is_top1=(result.statistics.argmax == result.labels) & mask,

@@ -10,6 +10,8 @@ test -e "$venv/.ready" && exit 0
 test -d "$venv" || "${PYTHON:-python3}" -m venv "$venv"
 pip=("$venv/bin/pip" install --quiet --disable-pip-version-check -c configs/constraints-cpu.txt)
 "${pip[@]}" torch
+# TRL 1.9.0 is what axolotl 0.19.0 asks for, whose trainers of fine-tuning are none of TRL's. patch_trainer
+# refuses that TRL's SFTTrainer; tests/eval/peers_env.sh has the TRL that tests/kernel/test_hf_trainers.py needs.
 "${pip[@]}" peft trl==1.9.0 lightning==2.6.6 \
     -e ./kernel -e ./eval -e ./slurm -r tests/requirements.txt
 "${pip[@]}" --no-deps axolotl==0.19.0 nemo_automodel==0.7.0 torchtitan==0.3.0 kernels==0.17.2
