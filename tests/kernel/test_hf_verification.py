@@ -724,6 +724,38 @@ def test_a_given_scale_that_is_changed_under_its_own_name_is_refused():
         model(**batch())
 
 
+class ScaledByModule(Scaled):
+    def __init__(self, config):
+        super().__init__(config)
+        self.my_scale = 2
+
+    def logits_of(self, logits):
+        return self.my_scale * logits
+
+
+def test_a_given_scale_that_a_whole_number_holds_is_followed():
+    model = tiny_of(ScaledByModule)
+    patch_model(model, label_smoothing=0.1, logit_scale=2.0)
+    model(**batch())
+    model.my_scale = 3
+    with pytest.raises(ValueError, match=r"my_scale was 2 .* is 3 now: call patch_model again"):
+        model(**batch())
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_attribute_that_holds_the_scale_by_chance_may_change(given):
+    architecture = ScaledByConfig if given else transformers.CohereForCausalLM
+    name = "unheard_of" if given else "logit_scale"
+    model = tiny_of(architecture, attention_dropout=0.5, **{name: 0.5})
+    patch_model(model, label_smoothing=0.1, **({"logit_scale": 0.5} if given else {}))
+    assert model.config.attention_dropout == 0.5
+    model.config.attention_dropout = 0.1
+    model(**batch())
+    setattr(model.config, name, 0.25)
+    with pytest.raises(ValueError, match=rf"{name} was 0.5 .* is 0.25 now"):
+        model(**batch())
+
+
 @pytest.mark.skipif(not V5, reason="transformers 4 has no such attribute")
 def test_a_loss_function_that_is_set_later_is_refused():
     model = patch_model(tiny(), label_smoothing=0.1)

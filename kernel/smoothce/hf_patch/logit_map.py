@@ -21,7 +21,8 @@ SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scal
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 DIVISORS = ("logits_scaling",)
 
-RAMP_END = 200.0  # where a cap of up to 36,000 shows in fp32
+# A cap of up to 36,000 changes it by more than verification's TOLERANCE: (200 / cap)² / 3 > 1e-5.
+RAMP_END = 200.0
 
 
 @dataclass(frozen=True)
@@ -66,21 +67,33 @@ def read_scales_and_caps(causal: CausalModel) -> tuple[WatchedAttribute, ...]:
     return tuple(attributes)
 
 
-def watched_attributes(causal: CausalModel, logit_map: LogitMap) -> tuple[WatchedAttribute, ...]:
-    """What must stay as it is for the map, and the loss, to be the model's.
+def attributes_that_hold(causal: CausalModel, logit_map: LogitMap) -> list[WatchedAttribute]:
+    """Attributes of unknown names that hold a number of the map, or one by it.
 
-    Beside scales and caps of known names these are other attributes that hold the map's numbers,
-    which the caller then gave; what asks for an auxiliary loss; and what transformers keeps a
-    model's loss function under."""
-    attributes = list(read_scales_and_caps(causal))
+    Some of them may hold it by chance, as a rate of dropout that equals a scale does:
+    `verification` finds out which of them act on logits."""
     numbers: set[float] = set()
     for number in (logit_map.logit_scale, logit_map.softcap):
         if number is not None and number not in (0, 1):
-            numbers.update((number, 1 / number))
+            numbers.add(number)
+            numbers.add(1 / number)
+    attributes = []
     for holder in _holders(causal):
         for name, value in vars(holder).items():
-            if isinstance(value, float) and value in numbers and name not in SCALES + CAPS:
+            if is_number(value) and value in numbers and name not in SCALES + CAPS:
                 attributes.append(WatchedAttribute(holder, name, value))
+    return attributes
+
+
+def watched_attributes(
+    causal: CausalModel, acting_on_logits: list[WatchedAttribute]
+) -> tuple[WatchedAttribute, ...]:
+    """What must stay as it is for the map, and the loss, to be the model's.
+
+    Beside scales and caps of known names these are the attributes that act on logits under other
+    names; what asks for an auxiliary loss; and what transformers keeps a model's loss function
+    under."""
+    attributes = [*read_scales_and_caps(causal), *acting_on_logits]
     for holder in _holders(causal):
         # The auxiliary loss is verified only where this is on.
         name = "output_router_logits"
@@ -153,7 +166,7 @@ def fitted(ramp: Tensor, logits: Tensor, precision: float) -> LogitMap:
     caller has to compare with them."""
     ramp = ramp.double().flatten()
     logits = logits.double().flatten()
-    near_zero = ramp.abs().argmin()  # none is exactly 0
+    near_zero = ramp.abs().argmin()  # none is exactly 0: their number is even
     small, small_logit = ramp[near_zero].item(), logits[near_zero].item()
     largest = logits.abs().max().item()
     scale = small_logit / small

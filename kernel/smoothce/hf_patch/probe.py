@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from smoothce.hf_patch.anatomy import CausalModel, config_of, decoder_of, forward_slot
 from smoothce.hf_patch.fused_forward import FusedForward
 from smoothce.hf_patch.head_forward import HeadForward
-from smoothce.hf_patch.logit_map import LogitMap, ramp_like
+from smoothce.hf_patch.logit_map import LogitMap, WatchedAttribute, ramp_like
 from smoothce.hf_patch.outputs import OutputClass
 from smoothce.hf_patch.settings import LossSettings
 from smoothce.options import Options
@@ -147,10 +147,17 @@ def _configurations(config: Any) -> list[Any]:
     return configurations
 
 
-def run_upstream(fused: FusedForward, inputs: dict[str, Any], *, with_ramp: bool) -> UpstreamRun:
+def run_upstream(
+    fused: FusedForward,
+    inputs: dict[str, Any],
+    *,
+    with_ramp: bool,
+    when_head_has_run: Callable[[], None] | None = None,
+) -> UpstreamRun:
     """Run upstream's forward, `with_ramp` with a ramp in the place of its head's output.
 
-    With a ramp it also tells which trained parameters outside decoder and head get a gradient."""
+    With a ramp it also tells which trained parameters outside decoder and head get a gradient.
+    `when_head_has_run` is called between the head and what the forward does to its output."""
     causal = fused.causal
     head = fused.head
     run = UpstreamRun()
@@ -164,6 +171,8 @@ def run_upstream(fused: FusedForward, inputs: dict[str, Any], *, with_ramp: bool
 
     def keep_dtype_and_put_ramp(head: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         run.head_dtype = output.dtype
+        if when_head_has_run is not None:
+            when_head_has_run()
         if not with_ramp:
             return None
         run.ramp = ramp_like(output)
@@ -195,6 +204,26 @@ def run_upstream(fused: FusedForward, inputs: dict[str, Any], *, with_ramp: bool
             if gradient is not None:
                 run.used_behind_head.append(name)
     return run
+
+
+def acts_on_logits(
+    fused: FusedForward, inputs: dict[str, Any], attribute: WatchedAttribute, logits: Tensor
+) -> bool:
+    """Whether a ramped run has other logits than these where the attribute holds another number.
+
+    It holds that only once the head has run, so that decoder and head run as they are meant to."""
+    attributes = vars(attribute.holder)
+
+    def change_number() -> None:
+        attributes[attribute.name] = attribute.value + 1
+
+    try:
+        run = run_upstream(fused, inputs, with_ramp=True, when_head_has_run=change_number)
+    except Exception:
+        return True  # what fails behind the head for another number has read it there
+    finally:
+        attributes[attribute.name] = attribute.value
+    return not torch.equal(run.logits, logits)
 
 
 def parameters_behind_head(causal: CausalModel, head: nn.Linear) -> dict[str, nn.Parameter]:

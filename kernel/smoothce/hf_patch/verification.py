@@ -22,7 +22,9 @@ Then the following must hold, in this order:
 
 A mixture's auxiliary loss takes part where `output_router_logits` is on, in the configuration or as
 an argument. A model that cannot run is verified once more with plain attention. Gradients are not
-compared: they follow from the loss, which is the same function of the same hidden states.
+compared: they follow from the loss, which is the same function of the same hidden states. Where
+attributes of other names hold the map's numbers, a further ramped run for each tells whether it
+acts on logits, and has to be watched.
 
 Logits that agree prove too little. Without the ramp small logits hide a cap, and a model may
 compute another loss from the right logits (an unshifted one, a loss of further heads beside it).
@@ -35,11 +37,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoothce.hf_patch.anatomy import CausalModel, decoder_of, partitioned_by
+from smoothce.hf_patch.anatomy import CausalModel, class_of, decoder_of, partitioned_by
 from smoothce.hf_patch.fused_forward import FusedForward
 from smoothce.hf_patch.logit_map import (
     LogitMap,
     WatchedAttribute,
+    attributes_that_hold,
     candidates,
     fitted,
     numbers_by_name,
@@ -56,6 +59,7 @@ from smoothce.hf_patch.probe import (
     ROWS,
     TOKENS,
     UpstreamRun,
+    acts_on_logits,
     outside_decoder_in_training,
     plain_attention,
     probe_inputs,
@@ -156,22 +160,30 @@ def verify(
     with undisturbed(causal):
         inputs = probe_inputs(fused, with_auxiliary_loss=with_auxiliary_loss)
         try:
-            logit_map, output_class = _verified_runs(fused, settings, inputs)
+            runs = _verified_runs(fused, settings, inputs)
         except CannotRun:
             with plain_attention(causal):
-                logit_map, output_class = _verified_runs(fused, settings, inputs)
+                runs = _verified_runs(fused, settings, inputs)
     return VerifiedLoss(
-        logit_map,
-        output_class,
+        runs.logit_map,
+        runs.output_class,
         has_auxiliary_loss=with_auxiliary_loss or wants_auxiliary_loss(causal, inputs),
-        watched_attributes=watched_attributes(causal, logit_map),
+        watched_attributes=watched_attributes(causal, runs.acting_on_logits),
         behind_head=_tensors_behind_head(causal, fused.head, are_whole=library is None),
     )
 
 
+class VerifiedRuns(NamedTuple):
+    """What the runs of an accepted model showed."""
+
+    logit_map: LogitMap
+    output_class: OutputClass
+    acting_on_logits: list[WatchedAttribute]  # which hold the map's numbers under other names
+
+
 def _verified_runs(
     fused: FusedForward, settings: LossSettings, inputs: dict[str, Any]
-) -> tuple[LogitMap, OutputClass]:
+) -> VerifiedRuns:
     """The four runs, and what must hold of them."""
     try:
         ramped = run_upstream(fused, inputs, with_ramp=True)
@@ -199,7 +211,11 @@ def _verified_runs(
     _check_loss_of_logits(fused, ramped, patched, inputs["labels"])
     _check_patched_loss(fused, plain, patched)
     _check_training(fused, ramped, training)
-    return logit_map, output_class
+    acting_on_logits = []
+    for attribute in attributes_that_hold(fused.causal, logit_map):
+        if acts_on_logits(fused, inputs, attribute, ramped.logits):
+            acting_on_logits.append(attribute)
+    return VerifiedRuns(logit_map, output_class, acting_on_logits)
 
 
 def _described(error: Exception) -> str:
@@ -414,6 +430,6 @@ def _refusal(fused: FusedForward, reason: str, difference: float | None, advice:
         read = "neither a scale nor a cap"
     largest = "" if difference is None else f", the largest difference being {difference:.3g}"
     return ValueError(
-        f"patch_model refuses {type(causal).__name__}: {reason}{largest} (read from it: {read}); "
-        f"{advice}"
+        f"patch_model refuses {class_of(causal).__name__}: {reason}{largest} "
+        f"(read from it: {read}); {advice}"
     )
