@@ -5,10 +5,11 @@ commands that only plan or report read it too.
 
 To add an option:
 
-1. Give it a default that changes nothing, and `added_later=True`. The name of a run's folder is a
-   digest of its options. Without that mark every run of every sweep would get another name, and
-   would be trained again; with it the default is left out of the digest. For the same reason the
-   default may not change afterwards. tests/slurm/test_run_names.py pins some names.
+1. Give it a default that changes nothing, and `added_later=True`, as `nodes` has in
+   `sweeps.runs.schema.World`. The name of a run's folder is a digest of its options. Without that
+   mark every run of every sweep would get another name, and would be trained again; with it the
+   default is left out of the digest. For the same reason the default may not change afterwards.
+   tests/slurm/test_run_names.py pins some names.
 2. Options of backend trainer belong to `TrainOptions`. Those of the optimizer act in
    `hf_arguments`, those of the model in `model_loading`, those of the loss in `fit.install_loss`
    and, what it is divided by, in `global_batches`, those of the data there and in `tokenization`,

@@ -3,6 +3,16 @@
 `sweeps.training.torchrun_agent` is torchrun, as the process above the ranks. A run on several nodes
 has one on each: `sweeps.launch.worker` starts them by one srun, and they meet on the first node.
 `python -m sweeps.training.torchrun MODULE ARGUMENTS…` is one rank, which runs a module.
+
+What each process does with the signals that ask a run to stop:
+
+    process                       TERM and INT                      USR2
+    element of a job              notes TERM                        notes it
+    `sweeps train`, one process   saves (`callbacks.StopSignal`)    saves
+    torchrun                      sends TERM to its ranks           ignores it
+    rank of backend trainer       saves                             saves
+    `sweeps train`, finetune.py   makes the stop file               ignores it
+    finetune.py, its ranks        nothing: they are blocked         ignores it
 """
 
 import atexit
