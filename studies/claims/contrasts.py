@@ -50,10 +50,16 @@ class Contrast:
         return [(1, term) for term in self.plus] + [(-1, term) for term in self.minus]
 
 
+SQUARED_ERROR = "rms_debiased"
+DEFAULT_SCALE = 1000
+
+
 @dataclass(frozen=True)
 class Quantity:
     """What is compared: `metric` of `task`, times `scale`.
 
+    `rms_debiased`, a root, is compared by its square, as `stats.contrast` does: the squared
+    calibration error, debiased.
     `confidence` says whose probabilities: among the choices ("choices") or all tokens
     ("vocabulary"). `normalise` is the length by which continuations are divided (None: the task's
     own). With `normalized_logits`, confidences are divided by the norm of the answers' logits.
@@ -62,14 +68,23 @@ class Quantity:
     task: str
     confidence: str
     normalise: str | None = None
-    metric: str = "rms_debiased"
-    scale: int = 1000
+    metric: str = SQUARED_ERROR
+    scale: int = DEFAULT_SCALE
     normalized_logits: bool = False
 
     @property
     def title(self) -> str:
-        """The heading of a column that differs from others by its reading alone."""
-        return ", ".join(filter(None, (self.task, self.confidence, self.normalise)))
+        """The heading of a column; what is as in most columns is not named."""
+        words = [self.task, self.confidence]
+        if self.normalise:
+            words.append(self.normalise)
+        if self.metric != SQUARED_ERROR:
+            words.append(self.metric)
+        if self.normalized_logits:
+            words.append("logits normalised")
+        if self.scale != DEFAULT_SCALE:
+            words.append(f"× {self.scale}")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -361,7 +376,10 @@ def files_by_seed(runs: list[UnpackedRun], term: Term, task: str) -> dict[int | 
 def difference(
     runs: list[UnpackedRun], contrast: Contrast, quantity: Quantity
 ) -> Difference | None:
-    """A contrast over the seeds that all its terms have; None without any."""
+    """A contrast over the seeds that all its terms have; None without any.
+
+    Where the resamples tell no interval, the estimate has a value alone.
+    """
     weights = []
     files_of_terms = []
     for weight, term in contrast.weighted_terms():
@@ -383,8 +401,13 @@ def difference(
     estimate = stats.contrast(sides, quantity.metric, quantity.confidence)
     if estimate.value is None:
         return None
-    scaled = {name: quantity.scale * getattr(estimate, name) for name in ("value", "low", "high")}
-    return Difference(replace(estimate, **scaled), len(paired))
+    scaled = replace(
+        estimate,
+        value=quantity.scale * estimate.value,
+        low=None if estimate.low is None else quantity.scale * estimate.low,
+        high=None if estimate.high is None else quantity.scale * estimate.high,
+    )
+    return Difference(scaled, len(paired))
 
 
 def paired_files(files_of_terms: list[dict[int | None, Path]]) -> list[list[Path]]:

@@ -31,7 +31,7 @@ LABEL = (
 
 
 def forest(study: Study, out: Path) -> None:
-    """Draw what β does by letters to every model with three seeds, with its intervals.
+    """Draw what β does by letters to every model with at least three seeds, with its intervals.
 
     Marks are filled among the choices and hollow among all tokens.
     """
@@ -84,11 +84,16 @@ def draw_column(axis: "Axes", cells: list[Difference | None], filled: bool) -> N
             continue
         height = row + shift
         estimate = cell.estimate
-        # `difference` gives no estimate without a value and an interval.
-        interval = np.array([estimate.low, estimate.high], dtype=float)
-        axis.plot(interval, [height, height], "|-", color=INK, lw=0.8, ms=4)
+        if has_interval(cell):
+            interval = np.array([estimate.low, estimate.high], dtype=float)
+            axis.plot(interval, [height, height], "|-", color=INK, lw=0.8, ms=4)
         value = np.array([estimate.value], dtype=float)
         axis.plot(value, [height], "o", color=INK, mfc=fill, ms=2.6)
+
+
+def has_interval(cell: Difference) -> bool:
+    """Whether the resamples told an interval of a difference."""
+    return cell.estimate.low is not None and cell.estimate.high is not None
 
 
 def set_scale(axis: "Axes") -> None:

@@ -1,5 +1,6 @@
 """What is done with trained models: temperatures, averages of weights, and entropy gaps."""
 
+import sys
 from pathlib import Path
 
 from tqdm import tqdm
@@ -15,12 +16,21 @@ from sweeps.runs.run import Run
 
 
 def fit_temperatures(study: Study) -> None:
-    """Fit a temperature to each of the runs of `recommended` at β = 0."""
+    """Fit a temperature to each run of `recommended` at β = 0 that has none on record.
+
+    Runs that are on record without a trained model are named on stderr and left out.
+    """
     results = study.part_folder("recommended") / "results"
-    entries = [entry for _, entry in json_lines(results / "index.jsonl")]
-    plain = [
-        entry for entry in entries if entry["dataset"] == "mmlu" and entry["label_smoothing"] == 0
-    ]
+    recorded = study.store.keys(study.model)
+    plain = []
+    if (results / "index.jsonl").exists():
+        for _, entry in json_lines(results / "index.jsonl"):
+            is_plain = entry["dataset"] == "mmlu" and entry["label_smoothing"] == 0
+            if is_plain and ("temperature", entry["run"]) not in recorded:
+                plain.append(entry)
+    tell_of_absent_models(study, "temperature", [entry["run"] for entry in plain])
+    if not plain:
+        return
     out = study.part_folder("temperature")
     for entry in temperatures.fit_to_mmlu(plain, results, Path("data/mmlu"), out):
         file = Path(entry["records"])
@@ -30,17 +40,46 @@ def fit_temperatures(study: Study) -> None:
         study.store.add(study.model, record, {})
 
 
+def tell_of_absent_models(study: Study, part: str, runs_with_models: list[str]) -> None:
+    """Name on stderr the runs of `recommended` at β = 0 for which a part cannot be done.
+
+    They have no record of `part` and no trained model here.
+    """
+    recorded = study.store.keys(study.model)
+    absent = []
+    for record in study.store.runs(study.model):
+        is_plain = record.part == "recommended" and record.label_smoothing == 0
+        is_wanted = is_plain and (part, record.run) not in recorded
+        if is_wanted and record.run not in runs_with_models:
+            absent.append(record.run)
+    if absent:
+        folder = study.part_folder("recommended")
+        print(
+            f"{part}: skipped for {', '.join(absent)}, since no trained model is in {folder}; "
+            "the records of other runs stay as they are",
+            file=sys.stderr,
+        )
+
+
 def trained(study: Study, part: str) -> list[Run]:
     """The runs of a part whose models are still there."""
     return [Run(model.parent) for model in sorted(study.part_folder(part).glob("*/model"))]
 
 
 def average_weights(study: Study) -> None:
-    """Average the weights of each of the runs of `recommended` at β = 0 with the base model's."""
+    """Average the weights of each run of `recommended` at β = 0 with the base model's.
+
+    What is on record is not done again. Runs that are on record without a trained model are named
+    on stderr and left out.
+    """
+    runs = trained(study, "recommended")
+    tell_of_absent_models(study, "averaged", [run.name for run in runs])
+    if not runs:
+        return
     from studies.claims import model_figures  # imports torch
 
     recorded = study.store.keys(study.model)
-    for run in tqdm(trained(study, "recommended"), "averages", unit="model"):
+    for run in tqdm(runs, "averages", unit="model"):
         setting = {name: run.config().train[name] for name in SETTING}
         record = RunRecord("averaged", run.name, **setting)
         if record.label_smoothing == 0 and record.key not in recorded:
@@ -51,13 +90,20 @@ def average_weights(study: Study) -> None:
 
 def measure_entropy_gaps(study: Study) -> None:
     """Measure each model that is still there, but for those that only chose a rate."""
-    from studies.claims import model_figures
-
     out = study.store.entropy_gap_file(study.model)
     rows = read_rows(out)
     measured = {(row["part"], row["run"]) for row in rows}  # names recur between parts
     parts = [part.name for part in PARTS if part.name != "grid"]
     runs = [(part, run) for part in parts for run in trained(study, part)]
+    if not runs:
+        print(
+            f"entropy-gap: skipped, since no trained models are in {study.part_folder('*')}; "
+            f"{len(rows)} gaps that were measured before stay on record",
+            file=sys.stderr,
+        )
+        return
+    from studies.claims import model_figures
+
     for part, run in tqdm(runs, "entropy gaps", unit="model"):
         if (part, run.name) in measured:
             continue

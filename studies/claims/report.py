@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from calibeval import scaling
-from calibeval.io import write_text
+from calibeval.io import InputError, write_text
 from studies.claims import figures
 from studies.claims.contrasts import (
     CALIBRATION,
@@ -39,7 +39,7 @@ def report(study: Study) -> None:
     """
     study.store.merge(study.model)
     runs = unpack_answers(study)
-    lines = contrast_table(runs, {quantity.title: quantity for quantity in CALIBRATION})
+    lines = contrast_table(runs, columns_by_title(CALIBRATION))
     lines += contrast_table(runs, GUARDS)
     lines += equal_loss_lines(study)
     lines += temperature_lines(run.record for run in runs)
@@ -47,6 +47,16 @@ def report(study: Study) -> None:
     write_text(study.runs_folder / f"{study.model}.md", "\n".join(lines))
     print(*lines, sep="\n")
     figures.forest(study, study.runs_folder / "forest.png")
+
+
+def columns_by_title(quantities: list[Quantity]) -> dict[str, Quantity]:
+    """The columns of a table by their headings; raises InputError where two have the same."""
+    columns: dict[str, Quantity] = {}
+    for quantity in quantities:
+        if quantity.title in columns:
+            raise InputError(f"{quantity.title}: two columns of this name")
+        columns[quantity.title] = quantity
+    return columns
 
 
 def contrast_table(runs: list[UnpackedRun], columns: dict[str, Quantity]) -> list[str]:
@@ -118,11 +128,13 @@ def entropy_gap_table(study: Study) -> list[str]:
 
 
 def format_cell(cell: Difference | None) -> str:
-    """A difference with its interval and seeds, bold if the interval leaves out 0."""
+    """A difference with its interval, if it has one, and seeds; bold if that leaves out 0."""
     if cell is None:
         return "–"
     estimate = cell.estimate
     value = f"{estimate.value:+.2f}"
+    if estimate.low is None or estimate.high is None:
+        return f"{value} ({cell.seeds})"
     if estimate.significant:
         value = f"**{value}**"
     return f"{value} [{estimate.low:+.2f}, {estimate.high:+.2f}] ({cell.seeds})"

@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +56,14 @@ def prepare(study: Study, part: Part, overrides: list[str]) -> None:
 
 
 def score_missing_baselines(study: Study, part: Part, plan: SweepPlan) -> int:
-    """Score the base model if it has no records while no run lacks them; returns the exit code.
+    """Score the base model where it lacks records; returns the exit code.
 
-    A sweep scores it beside runs that it trains, of which there are none.
+    This is called where no run of the part is missing. A launch would score the base model along
+    with its runs; without any, it is scored here.
     """
-    recorded = study.store.keys(study.model)
+    recorded = recorded_runs(study)
     for run in plan.baselines:
-        if record_key(part, run) in recorded:
+        if not lacks_records(recorded, part, run):
             continue
         run.create()
         done = subprocess.run([sys.executable, "-m", "sweeps", "score", str(run.path)], check=False)
@@ -75,9 +78,9 @@ def overrides_of_missing_runs(study: Study, part: Part, plan: SweepPlan) -> list
 
     There is one list of overrides for each group of seeds that lack the same runs.
     """
-    recorded = study.store.keys(study.model)
+    recorded = recorded_runs(study)
     settings_of_runs = [
-        run.config().train for run in plan.runs if record_key(part, run) not in recorded
+        run.config().train for run in plan.runs if lacks_records(recorded, part, run)
     ]
     seeds_by_changes: dict[tuple[str, ...], list[int]] = {}
     settings = pd.DataFrame(settings_of_runs, columns=SETTING)
@@ -85,10 +88,39 @@ def overrides_of_missing_runs(study: Study, part: Part, plan: SweepPlan) -> list
         runs_of_seed = settings[settings.seed == seed]
         changes = tuple(f"grid.{name}={runs_of_seed[name].unique().tolist()}" for name in VARIED)
         seeds_by_changes.setdefault(changes, []).append(seed)
-    base: list[str] = []
-    if plan.baselines and all(record_key(part, run) in recorded for run in plan.baselines):
-        base = ["score.base=false"]
-    return [[*changes, f"grid.seed={seeds}", *base] for changes, seeds in seeds_by_changes.items()]
+    lacks_baseline = any(lacks_records(recorded, part, run) for run in plan.baselines)
+    without_base: list[str] = []
+    if plan.baselines and not lacks_baseline:
+        without_base = ["score.base=false"]
+    return [
+        [*changes, f"grid.seed={seeds}", *without_base]
+        for changes, seeds in seeds_by_changes.items()
+    ]
+
+
+def recorded_runs(study: Study) -> dict[tuple[str, str], RunRecord]:
+    """The runs of the study's model that have records, by their keys."""
+    return {record.key: record for record in study.store.runs(study.model)}
+
+
+def lacks_records(recorded: dict[tuple[str, str], RunRecord], part: Part, run: Run) -> bool:
+    """Whether a run has no records or, being the base model, none of a task that the part asks.
+
+    All parts share the record of the base model, and some ask it fewer tasks than others.
+    """
+    record = recorded.get(record_key(part, run))
+    if record is None:
+        return True
+    if not run.config().is_baseline:
+        return False
+    return not files_of_tasks(run).keys() <= record.tasks.keys()
+
+
+def files_of_tasks(run: Run) -> dict[str, Path]:
+    """The file of each task that a run is asked, whether it is there or not, by the task."""
+    score = run.config().score
+    tasks = score.tasks if score else ()
+    return {task.key: run.scores / f"{task.key}.jsonl" for task in tasks}
 
 
 def record_key(part: Part, run: Run) -> tuple[str, str]:
@@ -100,21 +132,48 @@ def record_key(part: Part, run: Run) -> tuple[str, str]:
 
 def keep_records(study: Study, part: Part, plan: SweepPlan) -> None:
     """Keep the records of the runs that have ended."""
-    recorded = study.store.keys(study.model)
+    recorded = recorded_runs(study)
     for run in (*plan.baselines, *plan.runs):
-        if run.done and record_key(part, run) not in recorded:
-            keep_run(study, part, run)
+        if not run.done or not lacks_records(recorded, part, run):
+            continue
+        if run.config().is_baseline and not all(
+            file.exists() for file in files_of_tasks(run).values()
+        ):
+            continue  # It was done before it was asked a further task.
+        keep_run(study, part, run)
 
 
 def keep_run(study: Study, part: Part, run: Run) -> None:
-    """Keep the records of a run that was scored."""
+    """Keep the records of a run that has ended.
+
+    What the base model has answered to tasks of other parts stays in its record.
+    """
     config = run.config()
     setting: dict[str, Any] = {name: config.train.get(name) for name in SETTING}
     key = record_key(part, run)
     record = RunRecord(*key, held_out_loss=held_out_loss(run), **setting)
-    tasks = config.score.tasks if config.score else ()
-    files = {task.key: run.scores / f"{task.key}.jsonl" for task in tasks}
-    study.store.add(study.model, record, files)
+    files = files_of_tasks(run)
+    with tempfile.TemporaryDirectory() as folder:
+        if config.is_baseline:
+            earlier_files = unpack_other_tasks(study, key, files, Path(folder))
+            files = {**earlier_files, **files}
+        study.store.add(study.model, record, files)
+
+
+def unpack_other_tasks(
+    study: Study, key: tuple[str, str], files: dict[str, Path], folder: Path
+) -> dict[str, Path]:
+    """Unpack what a run's record has of tasks that `files` lacks; returns their files by task.
+
+    Packing them again changes nothing: log-probabilities are whole steps already.
+    """
+    record = recorded_runs(study).get(key)
+    if record is None:
+        return {}
+    other_tasks = {task: count for task, count in record.tasks.items() if task not in files}
+    others = replace(record, tasks=other_tasks)
+    study.store.unpack(study.model, others, study.store.questions(), folder)
+    return {task: folder / f"{task}.jsonl" for task in other_tasks}
 
 
 def write_conversations() -> None:

@@ -18,6 +18,7 @@ from studies.claims import __main__ as claims
 from studies.claims import (
     calibration_runs,
     contrasts,
+    figures,
     model_figures,
     parts,
     posthoc,
@@ -212,13 +213,15 @@ def test_the_base_model_alone_is_scored_where_only_it_lacks_records(
     assert training.train(tiny_study, seeds, overrides) == 0
 
 
-def test_runs_with_records_are_not_run_again(study, monkeypatch):
+def test_runs_with_records_are_not_run_again(study, folders, monkeypatch):
     monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
     seeds = PART["recommended"]
     overrides = parts.sweep_overrides(study, seeds, [])
     plan = plan_sweep(CONFIG, overrides)
+    write_records(file := folders / "answers.jsonl", 20, 1.5, seed=7)
     for run in (*plan.baselines, *plan.runs[:7]):
-        study.store.add(MODEL, RunRecord(*training.record_key(seeds, run)), {})
+        files = dict.fromkeys(training.files_of_tasks(run), file)
+        study.store.add(MODEL, RunRecord(*training.record_key(seeds, run)), files)
     lacking = training.overrides_of_missing_runs(study, seeds, plan)
     plans = [plan_sweep(CONFIG, [*overrides, *more]) for more in lacking]
     left = [run.name for each in plans for run in each.runs]
@@ -948,6 +951,122 @@ def test_pandas_alone_reads_the_published_records():
     unscored = runs[runs.task.isna()]
     assert sorted(unscored.part.unique()) == ["grid", "temperature"]
     assert unscored[unscored.part == "grid"].held_out_loss.notna().all()
+
+
+def test_published_records_need_no_runs(folders, monkeypatch, capsys):
+    """In a fresh clone `python -m studies.claims MODEL` ends well: nothing is trained, and what
+    needs a trained model says so and is left out."""
+    monkeypatch.setattr(training.subprocess, "Popen", None)
+    monkeypatch.setattr(training.subprocess, "run", None)
+    order = []
+    for step in ("summary", "report"):  # which take minutes
+        monkeypatch.setitem(claims.STEPS, step, lambda _, step=step: order.append(step))
+    before = sha256(PUBLISHED.model_file(LARGE))
+    # The name of a run of `base-mean` has the published folder of runs in it.
+    names = [part.name for part in PARTS if part.name != "base-mean"]
+    assert claims.main([LARGE, *names, *LAST], folders / "runs", PUBLISHED) == 0
+    assert order == ["summary", "report"]
+    printed_errors = capsys.readouterr().err
+    assert "entropy-gap: skipped, since no trained models are in" in printed_errors
+    assert "temperature:" not in printed_errors and "averaged:" not in printed_errors
+    assert sha256(PUBLISHED.model_file(LARGE)) == before
+    assert not list((PUBLISHED.folder / LARGE).glob("*/*.parquet"))
+
+
+def test_what_lacks_its_model_is_skipped_by_name(study, capsys):
+    """Of a recorded run without a temperature or an average, where its model is not there."""
+    setting = {"learning_rate": 2e-5, "label_smoothing": 0.0}
+    for seed in (0, 1):
+        study.store.add(MODEL, RunRecord("recommended", f"r{seed}", seed=seed, **setting), {})
+    study.store.add(MODEL, RunRecord("temperature", "r0", temperature=1.2, seed=0, **setting), {})
+    posthoc.fit_temperatures(study)
+    posthoc.average_weights(study)
+    lines = capsys.readouterr().err.splitlines()
+    folder = study.part_folder("recommended")
+    assert f"temperature: skipped for r1, since no trained model is in {folder}" in lines[0]
+    assert f"averaged: skipped for r0, r1, since no trained model is in {folder}" in lines[-1]
+    assert [record.run for record in study.store.runs(MODEL) if record.part == "temperature"] == [
+        "r0"
+    ]
+
+
+@pytest.mark.parametrize("first", ["high-rate", "recommended"])
+def test_the_base_model_is_asked_the_tasks_of_all_parts(study, folders, monkeypatch, first):
+    """Whichever part comes first: `high-rate` asks MMLU alone, and `recommended` five tasks."""
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
+    second = "recommended" if first == "high-rate" else "high-rate"
+    wanted = ["mmlu", "arc-letters", "arc-continuation"]
+    wanted += ["hellaswag-letters", "hellaswag-continuation"]
+    for name in (first, second):
+        part = PART[name]
+        overrides = [*parts.sweep_overrides(study, part, []), f"output_root={study.runs_folder}"]
+        plan = plan_sweep(CONFIG, overrides)
+        selections = training.overrides_of_missing_runs(study, part, plan)
+        recorded = {record.part: record for record in study.store.runs(MODEL)}
+        asked = {task.key for run in plan.baselines for task in run.config().score.tasks}
+        is_complete = "base" in recorded and asked <= recorded["base"].tasks.keys()
+        assert all(("score.base=false" in words) == is_complete for words in selections)
+        (base,) = plan.baselines
+        base.scores.mkdir(parents=True, exist_ok=True)
+        for task in asked:
+            write_records(base.scores / f"{task}.jsonl", 50, 1.5, seed=7)
+        base.done_file.touch()
+        training.keep_records(study, part, plan)
+    (record,) = study.store.runs(MODEL)
+    assert sorted(record.tasks) == sorted(wanted)
+
+
+def test_a_task_that_is_added_leaves_the_base_models_others(study, folders, monkeypatch):
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
+    part = PART["recommended"]
+    write_records(folders / "mmlu.jsonl", 50, 1.5, seed=7)
+    overrides = [*parts.sweep_overrides(study, part, []), f"output_root={study.runs_folder}"]
+    for task in ("mmlu", "new"):
+        asked = f"score.tasks=[{{task: mmlu, name: {task}, data: data/mmlu, shots: 5}}]"
+        (base,) = plan_sweep(CONFIG, [*overrides, asked]).baselines
+        base.scores.mkdir(parents=True, exist_ok=True)
+        write_records(base.scores / f"{task}.jsonl", 50, 1.5, seed=7)
+        training.keep_run(study, part, base)
+    (record,) = study.store.runs(MODEL)
+    assert sorted(record.tasks) == ["mmlu", "new"]
+    study.store.unpack(MODEL, record, study.store.questions(), folders / "unpacked")
+    kept = records.read(folders / "unpacked/mmlu.jsonl").logprobs
+    assert abs(kept - records.read(folders / "mmlu.jsonl").logprobs).max() < 0.01
+
+
+def test_a_difference_without_an_interval_is_told_as_such(study, folders):
+    """Two runs all right and all wrong differ in accuracy by a value that has no interval."""
+    for part, is_right in (("recommended", True), ("base", False)):
+        write_records(file := folders / f"{part}.jsonl", 8, 1.5, seed=7)
+        rows = read_lines(file)
+        for row in rows:
+            chosen = row["label"] if is_right else (row["label"] + 1) % 4
+            row["logprobs"] = [-0.1 if choice == chosen else -5.0 for choice in range(4)]
+        write_lines(file, rows)
+        seed = 0 if part == "recommended" else None
+        record = RunRecord(part, part, label_smoothing=0.0, seed=seed)
+        study.store.add(MODEL, record, {"mmlu": file})
+    difference = contrasts.difference(
+        contrasts.unpack_answers(study), CONTRAST["β = 0 less base"], contrasts.GUARDS["accuracy"]
+    )
+    assert difference.estimate.value == 100
+    assert difference.estimate.low is None and difference.estimate.high is None
+    assert report.format_cell(difference) == "+100.00 (1)"
+    assert not figures.has_interval(difference)
+
+
+def test_every_quantity_has_a_heading_of_its_own():
+    quantities = [
+        *contrasts.CALIBRATION,
+        *contrasts.GUARDS.values(),
+        contrasts.Quantity("mmlu", "choices", metric="nll"),
+        contrasts.Quantity("mmlu", "choices", metric="nll", scale=100),
+    ]
+    titles = {quantity.title for quantity in quantities}
+    assert len(titles) == len(set(quantities))
+    assert contrasts.CALIBRATION[0].title == "mmlu, choices"  # as the published reports have it
+    with pytest.raises(InputError, match="mmlu, choices: two columns of this name"):
+        report.columns_by_title([contrasts.CALIBRATION[0], contrasts.CALIBRATION[0]])
 
 
 def add_runs(store: RecordStore, folder: Path, names: str, sharpness: float = 1.0) -> None:
