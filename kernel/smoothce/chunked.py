@@ -2,7 +2,8 @@
 
 The logits of one chunk (128 × V on a CPU) are all that is held at a time. They become its
 probabilities and then its gradient in the same memory. Under a softcap the cap's slope takes as
-much again, and so do temporaries of the entropy and of a smoothing target.
+much again, and a smoothing target beside it twice as much for a while. The entropy takes as much
+again for a while too.
 
 For a reduced loss the forward computes the gradients too, up to the upstream factor, so that the
 logits are computed once: three matrix products in all. Without reduction, or with the log-sum-exps
@@ -246,7 +247,7 @@ class _Walk:
         cap_slope = None
         buffer.div_(softcap).tanh_()
         if self.upstream is not None:
-            cap_slope = 1 - buffer * buffer
+            cap_slope = buffer.square().neg_().add_(1)  # 1 − tanh², with no other temporary
         return buffer.mul_(softcap), cap_slope
 
     def _softmax(self, chunk: _Chunk, logits: Tensor) -> tuple[TokenLogitSums, Tensor]:

@@ -148,12 +148,13 @@ def linear_cross_entropy(
 
     - `impl`: "auto", "reference", "chunked" or "triton". `explain` tells what a call takes.
     - `workspace`: bytes of memory for the exact gradient of the Triton kernels; the other
-      implementations and the filter ignore it. If the loss is reduced, or the classifier frozen,
-      the kernels make the gradients during the forward: for some of the N tokens at a time, whose
-      probabilities the workspace holds. That takes three matrix products of this shape, or two
-      where only one gradient is wanted. With 0 all logits are computed twice instead. "auto" is as
-      follows, with few = max(D, 2048) tokens. (Their probabilities take at least the bytes of the
-      classifier's gradient.)
+      implementations and the filter ignore it. The kernels make the gradients during the forward,
+      for some of the N tokens at a time, whose probabilities the workspace holds. That takes three
+      matrix products of this shape, or two where only one gradient is wanted. With 0 all logits are
+      computed twice instead, and so they are in fp16, with `return_lse`, with a softcap over 43.3,
+      and for a loss per token where the classifier or the bias wants a gradient. "auto" is as
+      follows, with few = max(D, 2048) tokens, and a quarter rounded up to whole tiles (128 tokens,
+      64 in fp32). `explain` says how many tokens and bytes that is.
 
           where                        tokens at a time    the classifier's gradient is summed
           the classifier is frozen     2048
@@ -161,17 +162,20 @@ def linear_cross_entropy(
           few < N / 4 ≤ 3 · few        N / 4               in the inputs' dtype, in 4 parts
           3 · few < N / 4              few                 in fp32
 
-      A number is an upper bound for the probabilities. If it cuts the tokens into more than 8
-      parts, the fp32 sums of the classifier's gradient (16-bit inputs have them) must fit in as
-      well. A number that is too small for min(N, 512) tokens counts as 0, without a warning:
-      `explain` says so, and which number is enough. "auto" does not look at how much memory is
-      free. Where the GPU has too little, PyTorch raises OutOfMemoryError: give `workspace=0`.
+      A number is an upper bound for the probabilities, of which there is a tile's at least. If it
+      cuts the tokens into more than 8 parts, the fp32 sums of the classifier's gradient (16-bit
+      inputs have them) must fit in as well. A number that is too small for min(N, 512) tokens
+      counts as 0, without a warning: `explain` says so, and which number is enough. "auto" does not
+      look at how much memory is free. Where the GPU has too little, PyTorch raises
+      OutOfMemoryError: give `workspace=0`.
 
     - `filter_eps`: None for the exact gradient. A number lets the Triton kernels leave out small
       parts of it, which is faster. The classifier's rows are cut into blocks of 256 entries, or 128
-      in fp32. Where the 2-norm of a token's probabilities in a block is below `filter_eps`, the
-      block is computed with probability norm / filter_eps and weighted accordingly, so that the
-      gradient is right in the mean; otherwise a model of the block stands in. "auto" is
+      in fp32. Where a bound of the 2-norm of a token's probabilities in a block is below
+      `filter_eps`, the block is computed with probability bound / filter_eps and weighted
+      accordingly, so that the gradient is right in the mean; otherwise a model of the block stands
+      in. (A block whose bounds sum to less than 64 · filter_eps has a lower threshold of its own,
+      by which it is computed for about 64 tokens all the same.) "auto" is
 
           2^-8.3 (256000 / V)^¼, or None where a rank has fewer than 8192 of the V entries.
 
@@ -300,7 +304,8 @@ def explain(
     options, why it does, and how that one makes the gradient.
 
     The answer is that for a call outside `torch.compile`. Inside it the same implementation is
-    taken, but a reduced loss makes its gradients in the forward and any other in the backward.
+    taken, but gradients are made in the forward exactly where the loss is reduced, hidden states
+    are not fp16 and `return_lse` is False; otherwise in the backward.
 
     No logits are computed. Tensors that the call would copy first are copied: hidden states and
     classifier under autocast, and what is not contiguous. Raises what `linear_cross_entropy` raises

@@ -8,9 +8,9 @@ S, P, q, W and H, a block j, a token i, a vocabulary entry v. The upstream gradi
 factors, `common_factor` and ĝ_i = g_i / common_factor, the latter in `relative`; `lift` is
 1 + 2ζ lse_i.
 
-What these kernels hold of S (`tokens.Coefficients`) lacks the common factor, by which sums over
-tokens or entries are multiplied at their end. Without a softcap it lacks the smoothing term too,
-which is the same for all tokens: H and the uniform row below stand for it.
+What these kernels call S is the R of `filtered`, without the common factor, by which sums over
+tokens or entries are multiplied at their end. Without a softcap it has no smoothing term, which is
+the same for all tokens: H and the uniform row below stand for it.
 
 The queue has two kinds of items. A *tile* is up to ROWS listed tokens of one block: it makes their
 S, leaves it in a ring, and adds S C to dE. A *share* of a block's dC is Sᵀ E over all tiles of the
@@ -90,7 +90,7 @@ def lse_within_block(x):
 
 @triton.jit
 def tile_gradients(
-    x, norm,  # (ROWS, WIDTH) base-2 logits, (ROWS,) the log-sum-exp their softmax is relative to
+    logits2, softmax_lse2,  # (ROWS, WIDTH), (ROWS,) the log-sum-exp their softmax is relative to
     block, row, token, is_token, n_listed, v,
     coefficient, padded, V,
     labels, smoothing_target, relative, lift,
@@ -103,16 +103,17 @@ def tile_gradients(
     row = n_listed         the profile: q_v f_v
     row = n_listed + 1     the uniform row: u_v f_v
     rows past these        0
+
+    The profile's and the uniform row have no label, m = 0 and factors of 1 until they are set.
     """
     y = tl.load(labels + token, mask=is_token, other=-1)
-    s = tl.exp2(x - norm[:, None])
-    # The weight solves m = (1 − weight) P with the P of this very row, so that weight · P and the
-    # low-rank part make up P exactly. It is 1 for a kept pair (m = 0) and for the last two rows,
-    # and w for a drawn one.
+    p = tl.exp2(logits2 - softmax_lse2[:, None])
+    # The draw's weight w solves m = (1 − w) P with the P of this very row, so that w P and the
+    # low-rank part make up P exactly. It is 1 for a kept pair, which has m = 0.
     p_coefficient = coefficient + block.to(tl.int64) * padded + token
     m = tl.load(p_coefficient, mask=is_token, other=0.0).to(tl.float32)
-    weight = 1.0 - m / tl.maximum(tl.sum(s, 1), 1e-30)
-    s *= weight[:, None]
+    draw_weight = 1.0 - m / tl.maximum(tl.sum(p, 1), 1e-30)
+    s = p * draw_weight[:, None]
     if lift is not None:
         s *= tl.load(lift + token, mask=is_token, other=1.0)[:, None]
     if smoothing_target is None:
@@ -120,7 +121,7 @@ def tile_gradients(
     else:
         u = tl.load(smoothing_target + v, mask=v < V, other=0.0)[None, :]
     s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
-    f = slope(x, scale, softcap)
+    f = slope(logits2, scale, softcap)
     if softcap is not None:
         # The uniform term is then not the same for all tokens: listed pairs carry their own.
         s = tl.where(is_token[:, None], s - smoothing_factor * u, s)
@@ -194,20 +195,20 @@ def tile_item(
     row_start = tl.where(is_token, source.to(tl.int64) * D, mean_start)
     if ALIGNED:
         row_start = tl.multiple_of(row_start, 8)
-    x = gathered_product(
+    product = gathered_product(
         hidden, row_start, weight, block * WIDTH, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
     )
-    x = base2_logits(x, bias, v, V, scale, softcap)
+    logits2 = base2_logits(product, bias, v, V, scale, softcap)
     if RAGGED:
-        x = tl.where((v < V)[None, :], x, -float("inf"))
+        logits2 = tl.where((v < V)[None, :], logits2, -float("inf"))
 
     # A token's softmax goes over the whole vocabulary, the profile's over this block.
-    norm = tl.load(lse2 + token, mask=is_token, other=0.0)
+    softmax_lse2 = tl.load(lse2 + token, mask=is_token, other=0.0)
     has_other_rows = (index + 1) * ROWS > n_listed
     if has_other_rows:
-        norm = tl.where(is_token, norm, lse_within_block(x))
+        softmax_lse2 = tl.where(is_token, softmax_lse2, lse_within_block(logits2))
     s = tile_gradients(
-        x, norm,
+        logits2, softmax_lse2,
         block, row, token, is_token, n_listed, v,
         coefficient, padded, V,
         labels, smoothing_target, relative, lift,

@@ -6,8 +6,10 @@ run on the device alone. (`plan` says which calls are filtered at all.) kernel/D
 filter", has the mathematics.
 
 A pair is kept when it holds the label, or when s_ij = √(P_ij · max_v p_iv), which bounds the
-2-norm of the pair's probabilities, reaches the threshold ε. Any other pair is drawn with
-probability s_ij / ε, so that gradients stay unbiased. Kept and drawn pairs are *listed*: each block
+2-norm of the pair's probabilities, reaches the block's threshold ε_j. Any other pair is drawn with
+probability s_ij / ε_j, so that gradients stay unbiased. ε_j is the caller's ε, but lower where the
+block's norms sum to less than DRAWN · ε, so that about DRAWN of its pairs are listed in any case.
+Kept and drawn pairs are *listed*: each block
 has a list of its tokens. Every pair has a coefficient m_ij for the low-rank model, which stands in
 for what is not recomputed. Its sign says what became of the pair, since P > 0 and w > 1:
 
@@ -123,7 +125,7 @@ def plan_kernel(
     block_lse, coefficient, block_max, listed_tokens,
     listed,  # (blocks,) written
     lse2, label_logit, labels, valid_count,  # of the super-block's `PackedTokens`
-    padded, log_eps,  # ε in base 2
+    padded, log_eps,  # the caller's ε in base 2
     DRAWN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program finds one block's threshold, then its list of tokens and all its coefficients.
@@ -148,7 +150,7 @@ def plan_kernel(
         relative_lse2 -= reference_logit2(label_logit2)
         norm = tl.minimum(tl.exp2(0.5 * (log_max + log_mass) - relative_lse2), eps)
         sum_of_norms += tl.sum(tl.where(token < n_valid, norm, 0.0), 0)
-    log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
+    block_log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
 
     n_listed = 0
     for start in range(0, padded, BLOCK):
@@ -161,18 +163,18 @@ def plan_kernel(
         seed = token_lse2.to(tl.int32, bitcast=True)
         label_logit2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
         relative_lse2 = token_lse2 - reference_logit2(label_logit2)
-        # Σ p² over the block ≤ largest p · mass = s², so what is dropped has a 2-norm below ε.
+        # Σ p² over the block ≤ largest p · mass = s², so what is dropped has a 2-norm below ε_j.
         log_norm = 0.5 * (log_max + log_mass) - relative_lse2
         is_token = token < n_valid
-        reaches_eps = log_norm >= log_eps
+        reaches_eps = log_norm >= block_log_eps
         holds_label = (y >= 0) & (y // WIDTH == block)
         kept = is_token & (reaches_eps | holds_label)
         # A dropped pair never reads as kept, however small its mass.
         mass = tl.maximum(tl.exp2(log_mass - relative_lse2), 1e-30)
-        # 1 / w = s / ε, so that the softmax that is added in the mean is the true one.
-        drawn = draw(seed, token, block) < tl.exp2(log_norm - log_eps)
+        # 1 / w = s / ε_j, so that the softmax that is added in the mean is the true one.
+        drawn = draw(seed, token, block) < tl.exp2(log_norm - block_log_eps)
         # (1 − w) P, which is negative, or P
-        m = tl.where(drawn, mass * (1.0 - tl.exp2(log_eps - log_norm)), mass)
+        m = tl.where(drawn, mass * (1.0 - tl.exp2(block_log_eps - log_norm)), mass)
         m = tl.where(is_token & (kept == 0), m, 0.0)
         is_listed = kept | (drawn & is_token)
         flag = is_listed.to(tl.int32)
@@ -272,13 +274,15 @@ def items_kernel(
 
         b ≤ r    or    tile_end[b] ≤ first_tile[r] + reach
 
-    So `reach` tiles or fewer stand between the begin of r's tiles and r's shares. They are mostly
-    enough to find r's tiles done, and no more than the ring holds. A place in the queue is the
-    number of items before it:
+    and before those of all other blocks. So `reach` tiles or fewer stand between the begin of r's
+    tiles and r's shares, mostly enough to find r's tiles done. `reach` is no more than the ring
+    holds: the shares that free the slot a tile takes stand before that tile, and the queue cannot
+    lock up. A place in the queue is the number of items before it:
 
-        of a tile of b     tiles before it, and shares of all r before the first one of the rule,
-                           first_tile[r] ≥ tile_end[b] − reach
-        of a share of r    shares before it, and tiles of all b up to the last one of the rule
+        of a tile of b     the tiles before it, and the shares of all r < r₀, where r₀ is the
+                           smallest r with b ≤ r or first_tile[r] ≥ tile_end[b] − reach
+        of a share of r    the shares before it, and the tiles of all b < b₀, where b₀ is the
+                           smallest b for which the rule does not hold with r
 
     Both numbers of blocks are found by a binary search, the two side by side in one loop.
     """

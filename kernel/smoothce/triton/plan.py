@@ -28,10 +28,9 @@ BUSY_TOKENS = 2048  # tokens whose products keep a GPU busy
 LEAST_TOKENS = 512  # fewer at a time cost more than computing logits twice
 MOST_ROUNDINGS = 8  # most parts after each of which dC is rounded; more are summed in fp32
 
-# Under a softcap the forward's gradients take each logit from its saved probability, which is
-# 2^(logit - offset): as much as 2 · softcap nats below 1. Normal fp32 and bf16 numbers end at
-# 2^-126, of which one power of two is left for rounding. Below that a logit, and so the slope of
-# the cap there, would be lost.
+# Under a softcap the forward's gradients take each logit from its saved probability, which can be
+# as small as exp(-2 · softcap). Normal fp32 and bf16 numbers end at 2^-126, of which one power of
+# two is left for rounding. Below that a logit, and so the slope of the cap there, would be lost.
 SAVED_POWERS = 125
 MOST_SOFTCAP = SAVED_POWERS * math.log(2) / 2  # nats, 43.3
 
@@ -134,10 +133,12 @@ def workspace_capacity(call: LossCall) -> Capacity:
             return Capacity(BUSY_TOKENS, sum_in_fp32=False)
         # The probabilities of D tokens take as many bytes as dC.
         few = max(d, BUSY_TOKENS)
-        quarter = max(cdiv(n, 4), few)
+        quarter = cdiv(n, 4)
         if quarter > 3 * few:  # then fp32 sums and few tokens at a time take less
             return Capacity(few, has_fp32_sums(call))
-        return Capacity(quarter, sum_in_fp32=False)
+        # Rounded up to whole tiles, since less than a quarter would leave a fifth part.
+        quarter = cdiv(quarter, call.tiles.rows) * call.tiles.rows
+        return Capacity(max(quarter, few), sum_in_fp32=False)
 
     most = workspace // bytes_of_token(call)
     if most and cdiv(n, most) > MOST_ROUNDINGS and has_fp32_sums(call):
@@ -208,7 +209,7 @@ def describe(call: LossCall) -> str:
     """The plan in words."""
     plan = plan_for(call)
     # The forward's product, and one for each matrix whose gradient is wanted. The bias's gradient
-    # is a sum over tokens.
+    # is a product with a vector, which costs next to nothing.
     products = 1
     if call.needs.hidden:
         products += 1

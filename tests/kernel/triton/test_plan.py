@@ -40,6 +40,9 @@ def plan_of(n, v, d, dtype=torch.bfloat16, needs=BOTH, eps=None, **options):
     [  # a workspace of the gradients' bytes or a quarter of the logits
         (8192, GEMMA, {}, 2048, False),
         (16384, GEMMA, {}, 4096, False),
+        (10000, (256000, 2048), {}, 2560, False),  # four parts, though a quarter is not whole tiles
+        (9200, (256000, 2300), {}, 2304, False),
+        (20000, GEMMA, {}, 5120, False),
         (300, GEMMA, {}, 384, False),
         (300, GEMMA, {"softcap": 43.3}, 384, False),
         (65536, QWEN, {}, 2048, True),  # so many are summed in fp32
