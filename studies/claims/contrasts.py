@@ -137,6 +137,7 @@ CONTRASTS = [
         for part in ("recommended", "high-rate", "over-trained")
         for beta in BETAS[1:]
     ),
+    pair("recommended: β = 0.3 less 0.1", Term("recommended", 0.3), SMOOTHED),
     smoothing_effect("sum, clipped: 0.1 less 0", "sum"),
     less_recommended_effect("– less that of `recommended`, sum, clipped", "sum"),
     smoothing_effect("open-instruct's script: 0.1 less 0", "script"),

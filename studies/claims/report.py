@@ -19,7 +19,7 @@ from studies.claims.contrasts import (
     unpack_answers,
 )
 from studies.claims.parts import Study, equal_losses
-from studies.claims.records import RunRecord
+from studies.claims.records import SETTING_COLUMNS, RunRecord
 from sweeps.runs.files import read_rows
 
 # What a part's temperature was fitted to.
@@ -42,6 +42,7 @@ def report(study: Study) -> None:
     lines = contrast_table(runs, columns_by_title(CALIBRATION))
     lines += contrast_table(runs, GUARDS)
     lines += equal_loss_lines(study)
+    lines += held_out_loss_table(study)
     lines += temperature_lines(run.record for run in runs)
     lines += entropy_gap_table(study)
     write_text(study.runs_folder / f"{study.model}.md", "\n".join(lines))
@@ -82,6 +83,27 @@ def equal_loss_lines(study: Study) -> list[str]:
     if losses.is_end_of_grid:
         line += ", the end of the grid, since no rate of the grid reaches the loss of β = 0.1"
     return [f"{line}.", ""]
+
+
+def held_out_loss_table(study: Study) -> list[str]:
+    """The held-out loss of each part and β, in the mean over seeds; nothing without any.
+
+    Only the part `grid` has several learning rates, and a row for each of them.
+    """
+    runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
+    runs = runs[runs.held_out_loss.notna()]
+    if runs.empty:
+        return []
+    # Some records of other parts do not tell their rate, and are of the same setting all the same.
+    rates_of_grid = runs.learning_rate.where(runs.part == "grid", 0.0)
+    groups = runs.assign(rate=rates_of_grid).groupby(["part", "rate", "label_smoothing"])
+    means = groups.held_out_loss.agg(["mean", "size"]).reset_index()
+    lines = ["| part | learning rate of `grid` | β | held-out loss | seeds |", "|---" * 5 + "|"]
+    columns = (means["part"], means["rate"], means["label_smoothing"], means["mean"], means["size"])
+    for part, rate, beta, loss, seeds in zip(*columns, strict=True):
+        rate_cell = f"{rate:g}" if part == "grid" else ""
+        lines.append(f"| {part} | {rate_cell} | {beta:g} | {loss:.3f} | {seeds} |")
+    return [*lines, ""]
 
 
 def temperature_lines(records: Iterable[RunRecord]) -> list[str]:

@@ -1,7 +1,8 @@
 """The plain table of a model: what it answers in each setting, without contrasts.
 
 A row is a setting and a label smoothing, in the mean over seeds; there is a table for each task
-that was asked by letters. Accuracy and log loss have 95 % intervals over questions and seeds, as in
+that was asked by letters, of `recommended` and `over-trained`, and one of MMLU for `high-rate` and
+`two-epochs`. Accuracy and log loss have 95 % intervals over questions and seeds, as in
 `calibeval metrics`. Expected calibration errors have none, since resamples of questions read larger
 ones than the questions do; each table says what a calibrated model would read instead.
 """
@@ -78,21 +79,38 @@ def summary(study: Study) -> None:
     """
     study.store.merge(study.model)
     model_runs = unpack_answers(study)
-    rows_by_task = {task: read_rows(model_runs, task) for task in LETTER_TASKS}
+    settings = settings_of_table()
+    rows_by_task = {task: read_rows(model_runs, task, settings) for task in LETTER_TASKS}
     lines = []
     for task, rows in rows_by_task.items():
         lines += task_table(rows, LETTER_TASKS[task])
+    others = read_rows(model_runs, "mmlu", settings_of_other_parts())
+    lines += task_table(others, "MMLU, other parts")
     write_text(study.runs_folder / f"{study.model}-summary.md", "\n".join(lines))
     print(*lines, sep="\n")
     draw_ece(rows_by_task, study.runs_folder / f"{study.model}-ece.png")
 
 
-def read_rows(model_runs: list[UnpackedRun], task: str) -> list[Row]:
-    """The settings that were asked a task, in the order of the table."""
+def settings_of_table() -> list[tuple[str, str, Term]]:
+    """The setting, the β as printed and the runs of each row, in the order of the tables."""
     settings = [("before fine-tuning", "", BASE)]
     for part, name in SETTINGS.items():
         settings += [(name, f"{beta:g}", Term(part, beta)) for beta in BETAS]
         settings.append((f"{name}, then a temperature", "0", TEMPERATURE_TERMS[part]))
+    return settings
+
+
+def settings_of_other_parts() -> list[tuple[str, str, Term]]:
+    """The same of the parts that are asked MMLU alone and stand in a table of their own."""
+    settings = [("high-rate", f"{beta:g}", Term("high-rate", beta)) for beta in BETAS]
+    settings.append(("two-epochs", "0", Term("two-epochs", 0.0)))
+    return settings
+
+
+def read_rows(
+    model_runs: list[UnpackedRun], task: str, settings: list[tuple[str, str, Term]]
+) -> list[Row]:
+    """The settings that were asked a task, in the order of `settings`."""
     rows = []
     for setting, beta, term in settings:
         files = files_by_seed(model_runs, term, task)
@@ -108,12 +126,16 @@ def task_table(rows: list[Row], title: str) -> list[str]:
     lines = [f"| {' | '.join([f'{title}: {COLUMNS[0]}', *COLUMNS[1:]])} |"]
     lines.append("|---" * len(COLUMNS) + "|")
     for row in rows:
-        has_vocabulary = row.term not in TEMPERATURE_TERMS.values()
-        figures = figure_cells(row.answers, has_vocabulary)
-        cells = [row.setting, row.beta, str(len(row.answers)), *figures]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells_of_row(row))} |")
     lines += ["", f"A calibrated model reads an ECE of up to {calibrated_ece(rows):.3f} here.", ""]
     return lines
+
+
+def cells_of_row(row: Row) -> list[str]:
+    """A row as it is printed, cell by cell."""
+    has_vocabulary = row.term not in TEMPERATURE_TERMS.values()
+    figures = figure_cells(row.answers, has_vocabulary)
+    return [row.setting, row.beta, str(len(row.answers)), *figures]
 
 
 def calibrated_ece(rows: list[Row]) -> float:

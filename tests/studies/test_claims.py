@@ -617,25 +617,6 @@ def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, fold
     assert stated == round(max(ceilings), 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"])
-@pytest.mark.parametrize(
-    ("part", "beta"), [("recommended", 0.0), ("recommended", 0.1), ("over-trained", 0.3)]
-)
-def test_the_page_tells_what_all_seeds_say(model, part, beta, folders):
-    page = (parts.HERE / "README.md").read_text()
-    term = contrasts.Term(part, beta)
-    runs = [record for record in PUBLISHED.runs(model) if term.matches(record)]
-    questions = PUBLISHED.questions()
-    for task in contrasts.LETTER_TASKS:
-        answers = []
-        for run in runs:
-            PUBLISHED.unpack(model, run, questions, folders / run.run)
-            answers.append(summary.read_answers(folders / run.run / f"{task}.jsonl"))
-        cells = [f"{beta:g}", str(len(runs)), *summary.figure_cells(answers, has_vocabulary=True)]
-        assert f"| {' | '.join(cells)} |" in page
-
-
 @pytest.mark.parametrize("model", ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"])
 def test_the_page_tells_what_the_published_records_say(model, folders):
     """Of the base models, whose rows take seconds; `python -m studies.claims` makes all rows."""
@@ -811,18 +792,98 @@ def test_the_other_models_rows_are_what_the_records_say(published_runs, column, 
     assert [cells[column] for cells in rows] == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [LARGE, SMALL])
-def test_the_rows_of_temperatures_are_what_the_records_say(published_runs, model):
+LABELS = {
+    "Qwen2.5-Coder 1.5B": LARGE,
+    "Qwen2.5-Coder 0.5B": SMALL,
+    "SmolLM2 135M": "smollm2-135m",
+    "Gemma 3 270M": "gemma-3-270m",
+}
+# The tasks of the page's tables of accuracy, ECE and log loss, in their order; the last table has
+# the models at chance.
+TASKS_OF_TABLES = ["mmlu", "arc-letters", "hellaswag-letters", "mmlu"]
+
+
+def rows_of_first_tables() -> list[tuple[str, str, list[str]]]:
+    """The model, the task and the cells of each row of the page's tables of levels."""
     page = (parts.HERE / "README.md").read_text()
-    for part, setting in summary.SETTINGS.items():
+    tables = page.split("\n| model and setting | ")[1:]
+    rows = []
+    for table, task in zip(tables, TASKS_OF_TABLES, strict=True):
+        model = ""
+        for line in table.split("\n\n")[0].splitlines()[2:]:
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            if cells[0].startswith("**"):
+                label, cells[0] = cells[0].removeprefix("**").split("**, ")
+                model = LABELS[label]
+            rows.append((model, task, cells))
+    return rows
+
+
+def test_the_first_tables_have_every_setting_once():
+    found: dict[tuple[str, str], list[list[str]]] = {}
+    for model, task, cells in rows_of_first_tables():
+        found.setdefault((model, task), []).append(cells[:2])
+    all_settings = [[setting, beta] for setting, beta, _ in summary.settings_of_table()]
+    assert len(all_settings) == 13
+    as_recommended = [cells for cells in all_settings if "over-trained" not in cells[0]]
+    expected = {}
+    for model in (LARGE, SMALL):
         for task in contrasts.LETTER_TASKS:
-            term = summary.TEMPERATURE_TERMS[part]
-            files = contrasts.files_by_seed(published_runs(model), term, task).values()
-            answers = [summary.read_answers(file) for file in files]
-            cells = summary.figure_cells(answers, has_vocabulary=False)
-            row = [f"{setting}, then a temperature", "0", str(len(answers)), *cells]
-            assert f"| {' | '.join(row)} |" in page
+            expected[model, task] = all_settings
+    for model in ("smollm2-135m", "gemma-3-270m"):
+        expected[model, "mmlu"] = as_recommended
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "task", "cells"),
+    [
+        pytest.param(*row, id="-".join([row[0], row[1], *row[2][:2]]))
+        for row in rows_of_first_tables()
+    ],
+)
+def test_a_row_of_the_first_tables_is_what_the_records_say(published_runs, model, task, cells):
+    """Model, setting, β, seeds and all figures; `python -m studies.claims MODEL summary`."""
+    settings = [each for each in summary.settings_of_table() if [*each[:2]] == cells[:2]]
+    (row,) = summary.read_rows(published_runs(model), task, settings)
+    assert summary.cells_of_row(row) == cells
+
+
+def test_the_page_tells_the_held_out_losses():
+    """`python -m studies.claims MODEL report` prints them."""
+    page = (parts.HERE / "README.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("- **Held-out loss**"))
+    losses = {}
+    for table_line in report.held_out_loss_table(Study(LARGE))[2:-1]:
+        part, _, beta, loss, _ = table_line.strip("| ").split(" | ")
+        losses[part, beta] = loss
+    of_betas = ", ".join(losses["recommended", f"{beta:g}"] for beta in parts.BETAS)
+    assert f"2, 0.3 and 0.5: {of_betas};" in line
+    assert f"after two epochs {losses['two-epochs', '0']};" in line
+    over_trained = losses["over-trained", "0"], losses["over-trained", "0.3"]
+    assert "over-trained {}, with β = 0.3 {}.".format(*over_trained) in line
+
+
+@pytest.mark.slow
+def test_the_page_tells_what_parts_beside_the_first_tables_read(published_runs):
+    page = (parts.HERE / "README.md").read_text()
+    runs = published_runs(LARGE)
+    rows = summary.read_rows(runs, "mmlu", summary.settings_of_other_parts())
+    cells = {(row.setting, row.beta): summary.cells_of_row(row) for row in rows}
+    accuracy = {key: values[3].split(" [")[0] for key, values in cells.items()}
+    assert f"falls to chance ({accuracy['high-rate', '0']} %, five seeds)" in page
+    assert f"with β = 0.5 to {accuracy['high-rate', '0.5']} %," in page
+    _, _, _, _, choices, tokens, _, _ = cells["two-epochs", "0"]
+    assert (
+        f"Two epochs read {accuracy['two-epochs', '0']} % on MMLU at an ECE of {choices} among the "
+        f"choices and {tokens} among all tokens." in page
+    )
+    on = [
+        printed(runs, "recommended: β = 0.3 less 0.1", "mmlu", confidence).replace("**", "")
+        for confidence in ("choices", "vocabulary")
+    ]
+    assert f"(ECE 0.038 to 0.023; {on[0]})" in page and f"(0.024 to 0.036; {on[1]})" in page
 
 
 def test_over_trained_answers_are_read_at_a_temperature_of_others(study, folders):
