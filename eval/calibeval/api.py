@@ -12,7 +12,7 @@ from calibeval import evaluations, stats
 from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import Cluster, Evaluation
 from calibeval.io import InputError
-from calibeval.measures import METRICS, Confidence
+from calibeval.measures import METRICS, Among
 from calibeval.records import Records
 from calibeval.stats import Estimate
 
@@ -57,10 +57,10 @@ def summarize(
     Records that cannot be used raise `InputError`.
     """
     evaluation = evaluation_of(records, cluster)
-    estimates = {}
-    for confidence in evaluation.confidences:
-        estimates[confidence] = {
-            metric: stats.estimate([evaluation], metric, confidence) for metric in METRICS
+    estimates: dict[str, dict[str, Estimate]] = {}
+    for among in evaluation.confidences:
+        estimates[among] = {
+            metric: stats.estimate([evaluation], metric, among) for metric in METRICS
         }
     return estimates
 
@@ -91,12 +91,11 @@ def compare(
     if not different_prompts:
         same_prompts(evaluation_a, evaluation_b)
     comparisons: dict[str, dict[str, Comparison]] = {}
-    for confidence in evaluation_a.confidences:
-        if confidence not in evaluation_b.confidences:
+    for among in evaluation_a.confidences:
+        if among not in evaluation_b.confidences:
             continue
-        comparisons[confidence] = {
-            metric: _compare_metric(evaluation_a, evaluation_b, metric, confidence)
-            for metric in METRICS
+        comparisons[among] = {
+            metric: _compare_metric(evaluation_a, evaluation_b, metric, among) for metric in METRICS
         }
     made = [one for by_metric in comparisons.values() for one in by_metric.values()]
     for comparison, survives in zip(made, stats.holm([one["p"] for one in made]), strict=True):
@@ -106,12 +105,12 @@ def compare(
 
 
 def _compare_metric(
-    evaluation_a: Evaluation, evaluation_b: Evaluation, metric: str, confidence: str
+    evaluation_a: Evaluation, evaluation_b: Evaluation, metric: str, among: Among
 ) -> Comparison:
-    difference = stats.difference([evaluation_a], [evaluation_b], metric, confidence)
+    difference = stats.difference([evaluation_a], [evaluation_b], metric, among)
     return {
-        "a": evaluation_a.values[confidence][metric],
-        "b": evaluation_b.values[confidence][metric],
+        "a": evaluation_a.values[among][metric],
+        "b": evaluation_b.values[among][metric],
         "difference": difference.value,
         "low": difference.low,
         "high": difference.high,
@@ -120,7 +119,7 @@ def _compare_metric(
     }
 
 
-def reliability(records: RecordsLike, confidence: Confidence = "choices") -> dict[str, list[float]]:
+def reliability(records: RecordsLike, confidence: Among = "choices") -> dict[str, list[float]]:
     """What a reliability diagram shows: bins, and curves with bands; see `evaluations.reliability`.
 
     `confidence` is "choices", or "vocabulary" where the records have it; else `InputError`.

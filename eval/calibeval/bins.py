@@ -107,15 +107,15 @@ class Binning:
         self._segments = Segments(np.concatenate([[0], starts]), len(p))
         self._sums_of_p = self._segments.sum(self._ordered_p[None])
 
-    def of(self, came_true: np.ndarray, times: np.ndarray | None = None) -> Bins:
+    def of(self, came_true: np.ndarray, counts: np.ndarray | None = None) -> Bins:
         """Return the bins of R samples, whose questions come in the binning's `order`.
 
         Args:
             came_true: 1.0 where what has the probability p came true, else 0.0, (R, N) or (1, N).
-            times: How often each sample has each question, (R, N); by default once.
+            counts: How often each sample has each question, (R, N); by default once.
         """
         p = self._ordered_p
-        if times is None:
+        if counts is None:
             return Bins(
                 count=self._segments.sizes[None].astype(float),
                 confidence_sum=self._sums_of_p,
@@ -123,8 +123,8 @@ class Binning:
                 square_sum=self._segments.sum((came_true - p) ** 2),
             )
         return Bins(
-            count=self._segments.sum(times),
-            confidence_sum=self._segments.sum(times * p),
-            correct_sum=self._segments.sum(times * came_true),
-            square_sum=self._segments.sum(times * (came_true - p) ** 2),
+            count=self._segments.sum(counts),
+            confidence_sum=self._segments.sum(counts * p),
+            correct_sum=self._segments.sum(counts * came_true),
+            square_sum=self._segments.sum(counts * (came_true - p) ** 2),
         )

@@ -158,11 +158,11 @@ def _logged_metrics(key: str, records: Records) -> dict[str, float]:
     for metric in SUMMARY:
         if metric != MAIN_ERROR:
             logged[f"eval_{key}_{metric}"] = float(METRICS[metric](samples["choices"])[0])
-    for confidence, sample in samples.items():
+    for among, sample in samples.items():
         name = f"eval_{key}_{MAIN_ERROR}"
-        if confidence != "choices":
-            name += f"_{confidence}"
-        test = evaluations.consistency(sample, [MAIN_ERROR])[MAIN_ERROR]
+        if among != "choices":
+            name += f"_{among}"
+        test = evaluations.floor_tests(sample, [MAIN_ERROR])[MAIN_ERROR]
         logged[name] = float(METRICS[MAIN_ERROR](sample)[0])
-        logged[f"{name}_floor"] = test.null_q95
+        logged[f"{name}_floor"] = test.floor
     return logged

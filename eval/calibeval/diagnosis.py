@@ -22,13 +22,14 @@ from calibeval import records as record_files
 from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import SIGNIFICANCE, Evaluation
 from calibeval.io import InputError, atomic_write, counted
+from calibeval.measures import Among
 from calibeval.records import Records
 from calibeval.stats import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-AMONG = {"choices": "among the choices", "vocabulary": "among all tokens"}
+AMONG: dict[Among, str] = {"choices": "among the choices", "vocabulary": "among all tokens"}
 SPLIT_SEED = 0
 FEWEST_QUESTIONS = 2 * scaling.FEWEST_ANSWERS
 TICKS = (0, 0.5, 1)
@@ -76,8 +77,8 @@ class Check:
         sentences: What all this means, to be printed one after another.
     """
 
-    before: dict[str, Reading]
-    after: dict[str, Reading]
+    before: dict[Among, Reading]
+    after: dict[Among, Reading]
     accuracy: Estimate
     temperatures: tuple[float, float]
     cooled_ece: float
@@ -152,19 +153,19 @@ def cross_fitted(answers: Records) -> tuple[Records, tuple[float, float]]:
     return cooled, (temperatures[0], temperatures[1])
 
 
-def readings(evaluation: Evaluation) -> dict[str, Reading]:
+def readings(evaluation: Evaluation) -> dict[Among, Reading]:
     """How a model errs, under each definition of confidence that its records have."""
-    by_confidence = {}
-    for confidence in evaluation.confidences:
-        ece = stats.estimate([evaluation], "ece", confidence)
-        surplus = stats.estimate([evaluation], "ece_signed", confidence)
-        by_confidence[confidence] = Reading(ece, surplus, verdict_of(ece, surplus))
+    by_confidence: dict[Among, Reading] = {}
+    for among in evaluation.confidences:
+        ece = stats.estimate([evaluation], "ece", among)
+        surplus = stats.estimate([evaluation], "ece_signed", among)
+        by_confidence[among] = Reading(ece, surplus, verdict_of(ece, surplus))
     return by_confidence
 
 
 def verdict_of(ece: Estimate, surplus: Estimate) -> str:
     """Which way a model errs, in a word."""
-    if ece.p is not None and ece.p > SIGNIFICANCE:
+    if ece.p_calibrated is not None and ece.p_calibrated > SIGNIFICANCE:
         return "calibrated"
     if not surplus.significant:
         return "miscalibrated"
@@ -180,8 +181,8 @@ def number_of(estimate: Estimate) -> float:
 def sentences(found: Check, base: Evaluation, tuned: Evaluation) -> list[str]:
     """What was found, in plain sentences, the last of which says what to do."""
     lines = [accuracy_sentence(found.accuracy, base, tuned)]
-    for confidence, after in found.after.items():
-        lines.append(error_sentence(found.before.get(confidence), after, confidence))
+    for among, after in found.after.items():
+        lines.append(error_sentence(found.before.get(among), after, among))
     lines.append(temperature_sentence(found))
     lines.append(advice(found))
     return lines
@@ -201,9 +202,9 @@ def accuracy_sentence(change: Estimate, base: Evaluation, tuned: Evaluation) -> 
     return f"{text}: fine-tuning {direction} accuracy ({interval})."
 
 
-def error_sentence(before: Reading | None, after: Reading, confidence: str) -> str:
+def error_sentence(before: Reading | None, after: Reading, among: Among) -> str:
     """How the tuned model errs under one definition of confidence, and how it erred before."""
-    text = f"Its probabilities {AMONG[confidence]} are {described(after)}"
+    text = f"Its probabilities {AMONG[among]} are {described(after)}"
     if before is None:
         return f"{text}."
     return f"{text}; before fine-tuning they were {described(before)}."
@@ -212,7 +213,7 @@ def error_sentence(before: Reading | None, after: Reading, confidence: str) -> s
 def described(reading: Reading) -> str:
     """A reading in words, with its numbers."""
     ece = f"ECE {number_of(reading.ece):.3f}, where a calibrated model reads up to "
-    ece += f"{reading.ece.null_q95:.3f}"
+    ece += f"{reading.ece.floor:.3f}"
     points = 100 * abs(number_of(reading.surplus))
     if reading.verdict == "over-confident":
         return f"over-confident, by {points:.1f} points on average ({ece})"
@@ -296,18 +297,17 @@ def draw(by_model: dict[str, Evaluation]) -> "Figure":
         panels = canvas.subplots(
             len(confidences), len(by_model), sharex=True, sharey=True, squeeze=False
         )
-        for row, confidence in enumerate(confidences):
+        for row, among in enumerate(confidences):
             for column, (model, evaluation) in enumerate(by_model.items()):
                 axis = panels[row, column]
                 curves = {
-                    key: np.array(curve)
-                    for key, curve in evaluation.reliability[confidence].items()
+                    key: np.array(curve) for key, curve in evaluation.reliability[among].items()
                 }
                 figures.draw_curves(axis, curves, figures.color(0.1))
-                ece = number_of(stats.estimate([evaluation], "ece", confidence))
+                ece = number_of(stats.estimate([evaluation], "ece", among))
                 axis.set_title(f"{model}: ECE {ece:.3f}")
                 axis.set(xlim=(0, 1), ylim=(-0.26, 1), xticks=TICKS, yticks=TICKS, aspect="equal")
-            panels[row, 0].set_ylabel(f"confidence {AMONG[confidence]}\naccuracy")
+            panels[row, 0].set_ylabel(f"confidence {AMONG[among]}\naccuracy")
         for axis in panels[-1]:
             axis.set_xlabel("confidence")
     return canvas

@@ -28,14 +28,14 @@ from calibeval.measures import (
     METRICS,
     WITH_FLOOR,
     WITH_INTERVAL,
-    Confidence,
+    Among,
     Metric,
     Sample,
 )
 from calibeval.records import Records
 from calibeval.squared_error import SquareDraws
 
-CONFIDENCES: tuple[str, ...] = get_args(Confidence)
+CONFIDENCES: tuple[Among, ...] = get_args(Among)
 RESAMPLES = 1000  # of the questions, for intervals
 SIMULATIONS = 499  # of calibrated answers, for floors and p-values
 BAND_SAMPLES = 199  # for the bands of a reliability curve
@@ -55,10 +55,10 @@ class TooFewClusters(InputError):
     """The records have too few subjects to resample these."""
 
 
-class NullTest(NamedTuple):
+class FloorTest(NamedTuple):
     """A calibration error beside what calibrated models with the same confidences read."""
 
-    null_q95: float  # the 95th percentile of what they read; printed as "floor"
+    floor: float  # the 95th percentile of what they read
     p: float  # the share of them that read as much, (1 + k) / (1 + SIMULATIONS)
 
 
@@ -77,18 +77,18 @@ class Evaluation:
     questions_sha256: str  # of the ids and right answers, whatever their order
     prompts_sha256: str | None  # of what each was asked with, if the records say
     letter_mass: float | None
-    confidences: tuple[str, ...]
-    # By definition of confidence, and then by curve, as `reliability` returns it.
-    reliability: dict[str, dict[str, list]]
-    # The others by definition of confidence, and then by metric.
-    values: dict[str, dict[str, float | None]]
-    floors: dict[str, dict[str, NullTest]]  # of metrics that have a floor
+    confidences: tuple[Among, ...]
+    # By what the confidence is among, and then by curve.
+    reliability: dict[Among, dict[str, list]]  # as `reliability` returns it
+    # By what the confidence is among, and then by metric.
+    values: dict[Among, dict[str, float | None]]
+    floor_tests: dict[Among, dict[str, FloorTest]]  # of metrics that have a floor
     # Of metrics that have an interval: (R,) of R resamples.
-    draws: dict[str, dict[str, np.ndarray]] = field(repr=False)
+    draws: dict[Among, dict[str, np.ndarray]] = field(repr=False)
     # Of metrics that are compared by their squares.
-    squares: dict[str, dict[str, SquareDraws]] = field(repr=False)
+    squares: dict[Among, dict[str, SquareDraws]] = field(repr=False)
     # Of metrics that have an interval: (U,), as `unit_values` returns them.
-    unit_values: dict[str, dict[str, np.ndarray]] = field(repr=False, default_factory=dict)
+    unit_values: dict[Among, dict[str, np.ndarray]] = field(repr=False, default_factory=dict)
     # `measure` always gives the following; the defaults serve evaluations that are made by hand.
     subjects: int = 1  # how many the questions are of
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
@@ -160,23 +160,23 @@ def _to_json(evaluation: Evaluation) -> dict[str, Any]:
 def _square_to_json(square: SquareDraws) -> dict[str, Any]:
     return {
         "observed": square.observed,
-        "noise": square.noise.tolist(),
-        "gaps": square.gaps.tolist(),
+        "noise_part": square.noise_part.tolist(),
+        "gap_part": square.gap_part.tolist(),
     }
 
 
 def _square_from_json(content: dict[str, Any]) -> SquareDraws:
     return SquareDraws(
         observed=content["observed"],
-        noise=np.array(content["noise"]),
-        gaps=np.array(content["gaps"]),
+        noise_part=np.array(content["noise_part"]),
+        gap_part=np.array(content["gap_part"]),
     )
 
 
 def _from_json(content: dict[str, Any], path: Path) -> Evaluation:
     """The evaluation that `_to_json` wrote."""
     converted = {
-        "floors": _of_each_metric(lambda test: NullTest(*test), content["floors"]),
+        "floor_tests": _of_each_metric(lambda test: FloorTest(*test), content["floor_tests"]),
         "draws": _of_each_metric(np.array, content["draws"]),
         "squares": _of_each_metric(_square_from_json, content["squares"]),
         "unit_values": _of_each_metric(np.array, content["unit_values"]),
@@ -185,12 +185,12 @@ def _from_json(content: dict[str, Any], path: Path) -> Evaluation:
 
 
 def _of_each_metric(
-    convert: Callable[[Any], T], by_confidence: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, T]]:
+    convert: Callable[[Any], T], by_confidence: Mapping[Among, Mapping[str, Any]]
+) -> dict[Among, dict[str, T]]:
     """Values by confidence and then by metric, each converted."""
     return {
-        confidence: {metric: convert(value) for metric, value in by_metric.items()}
-        for confidence, by_metric in by_confidence.items()
+        among: {metric: convert(value) for metric, value in by_metric.items()}
+        for among, by_metric in by_confidence.items()
     }
 
 
@@ -212,9 +212,9 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def samples_of(records: Records) -> dict[str, Sample]:
+def samples_of(records: Records) -> dict[Among, Sample]:
     """The questions under each definition of confidence that the records have."""
-    samples = {"choices": Sample(measures.scores(records, "choices"))}
+    samples: dict[Among, Sample] = {"choices": Sample(measures.scores(records, "choices"))}
     if np.isfinite(records.letter_mass).all():
         samples["vocabulary"] = Sample(measures.scores(records, "vocabulary"))
     return samples
@@ -242,11 +242,11 @@ def measure(
     clusters = None if cluster is None else _subject_numbers(records)
     observed = samples_of(records)
     draws, squares = resampled_metrics(observed, clusters, metrics)
-    curves: dict[str, dict[str, list]] = {}
-    floors: dict[str, dict[str, NullTest]] = {}
+    curves: dict[Among, dict[str, list]] = {}
+    tests: dict[Among, dict[str, FloorTest]] = {}
     if metrics is None:
         curves = _of_each(lambda sample: reliability(sample, clusters), observed)
-        floors = _of_each(lambda sample: consistency(sample, tuple(WITH_FLOOR)), observed)
+        tests = _of_each(lambda sample: floor_tests(sample, tuple(WITH_FLOOR)), observed)
     answers = [*zip(records.ids, records.labels.tolist(), strict=True)]
     questions = json.dumps(answers, ensure_ascii=False)
     subjects = json.dumps(records.subjects.tolist())
@@ -266,7 +266,7 @@ def measure(
         confidences=tuple(observed),
         reliability=curves,
         values=_of_each(partial(values, metrics=metrics), observed),
-        floors=floors,
+        floor_tests=tests,
         draws=draws,
         squares=squares,
         unit_values=_of_each(lambda sample: unit_values(sample, clusters), observed),
@@ -290,7 +290,7 @@ def _subject_numbers(records: Records) -> np.ndarray:
     return subject_of
 
 
-def _of_each(work: Callable[[Sample], T], samples: Mapping[str, Sample]) -> dict[str, T]:
+def _of_each(work: Callable[[Sample], T], samples: Mapping[Among, Sample]) -> dict[Among, T]:
     """What `work` makes of each sample; side by side where the questions are many."""
     questions = max(len(sample.scores.labels) for sample in samples.values())
     if questions < PARALLEL_QUESTIONS:
@@ -346,10 +346,10 @@ def finite(value: float) -> float | None:
 
 
 def resampled_metrics(
-    observed: Mapping[str, Sample],
+    observed: Mapping[Among, Sample],
     clusters: np.ndarray | None = None,
     metrics: Collection[str] | None = None,
-) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, SquareDraws]]]:
+) -> tuple[dict[Among, dict[str, np.ndarray]], dict[Among, dict[str, SquareDraws]]]:
     """Metrics over RESAMPLES resamples of the questions, by definition of confidence and by metric.
 
     These are every metric that has an interval, (R,), and the draws of those that are compared by
@@ -357,24 +357,24 @@ def resampled_metrics(
     as a whole; `metrics` the names of those that are wanted, by default all.
     """
     with_interval = _wanted(WITH_INTERVAL, metrics)
-    chunks: dict[str, list[_Chunk]] = {confidence: [] for confidence in observed}
+    chunks: dict[Among, list[_Chunk]] = {among: [] for among in observed}
     (questions,) = {len(sample.scores.labels) for sample in observed.values()}
-    for times in measures.resamples(questions, RESAMPLES, clusters):
-        resample = partial(_resampled_chunk, times, with_interval)
-        for confidence, chunk in _of_each(resample, observed).items():
-            chunks[confidence].append(chunk)
-    draws: dict[str, dict[str, np.ndarray]] = {}
-    squares: dict[str, dict[str, SquareDraws]] = {}
-    for confidence, sample in observed.items():
-        draws[confidence] = {
-            name: np.concatenate([chunk.draws[name] for chunk in chunks[confidence]])
+    for counts in measures.resamples(questions, RESAMPLES, clusters):
+        resample = partial(_resampled_chunk, counts, with_interval)
+        for among, chunk in _of_each(resample, observed).items():
+            chunks[among].append(chunk)
+    draws: dict[Among, dict[str, np.ndarray]] = {}
+    squares: dict[Among, dict[str, SquareDraws]] = {}
+    for among, sample in observed.items():
+        draws[among] = {
+            name: np.concatenate([chunk.draws[name] for chunk in chunks[among]])
             for name in with_interval
         }
-        resampled_bins = [chunk.bins for chunk in chunks[confidence]]
-        squares[confidence] = {}
+        resampled_bins = [chunk.bins for chunk in chunks[among]]
+        squares[among] = {}
         for name, metric in _wanted(COMPARED_BY_SQUARE, metrics).items():
             assert metric.square_draws is not None  # which puts it into this table
-            squares[confidence][name] = metric.square_draws(sample.bins, resampled_bins)
+            squares[among][name] = metric.square_draws(sample.bins, resampled_bins)
     return draws, squares
 
 
@@ -386,8 +386,8 @@ class _Chunk:
     bins: Bins
 
 
-def _resampled_chunk(times: np.ndarray, metrics: Mapping[str, Metric], sample: Sample) -> _Chunk:
-    resampled = Sample(sample.scores, times)
+def _resampled_chunk(counts: np.ndarray, metrics: Mapping[str, Metric], sample: Sample) -> _Chunk:
+    resampled = Sample(sample.scores, counts)
     draws = {name: metric(resampled) for name, metric in metrics.items()}
     return _Chunk(draws, resampled.bins)
 
@@ -414,13 +414,15 @@ def reliability(sample: Sample, clusters: np.ndarray | None = None) -> dict[str,
     ascending = sample.scores.ranked_confidence
 
     def isotonic(of: Sample) -> np.ndarray:
-        return np.stack([np.interp(at, ascending, row) for row in measures.recalibrated(of)])
+        return np.stack([np.interp(at, ascending, row) for row in measures.isotonic_fit(of)])
 
     bandwidth = max(float(measures.smooth_ece_at(sample)[1][0]), kernel_smoothing.LEAST_BANDWIDTH)
     smooth_draws = []
-    for times in measures.resamples(len(p), BAND_SAMPLES, clusters):
-        smooth_draws.append(measures.smooth_curve(Sample(sample.scores, times), bandwidth, at))
-    isotonic_draws = [isotonic(of) for of in measures.calibrated(sample.scores, BAND_SAMPLES)]
+    for counts in measures.resamples(len(p), BAND_SAMPLES, clusters):
+        smooth_draws.append(measures.smooth_curve(Sample(sample.scores, counts), bandwidth, at))
+    isotonic_draws = [
+        isotonic(of) for of in measures.simulated_answers(sample.scores, BAND_SAMPLES)
+    ]
     smooth_low, smooth_high = quantile(np.vstack(smooth_draws), [LOW, HIGH])
     isotonic_low, isotonic_high = quantile(np.vstack(isotonic_draws), [LOW, HIGH])
     return {
@@ -435,16 +437,16 @@ def reliability(sample: Sample, clusters: np.ndarray | None = None) -> dict[str,
     }
 
 
-def consistency(
+def floor_tests(
     sample: Sample, names: Sequence[str], simulations: int = SIMULATIONS
-) -> dict[str, NullTest]:
+) -> dict[str, FloorTest]:
     """Compare calibration errors, by name, with what calibrated models read.
 
     Those have these confidences, and answers that are right as often as they say; as many of them
     are simulated as `simulations` says.
     """
     drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    for simulated in measures.calibrated(sample.scores, simulations):
+    for simulated in measures.simulated_answers(sample.scores, simulations):
         for name, parts in drawn.items():
             parts.append(WITH_FLOOR[name](simulated))
     tests = {}
@@ -453,8 +455,8 @@ def consistency(
         value = WITH_FLOOR[name](sample)[0]
         # Sums in another order differ in the last digits; a tie is as much.
         reached = (read >= value - 1e-12).sum()
-        tests[name] = NullTest(
-            null_q95=float(quantile(read, 1 - SIGNIFICANCE)),
+        tests[name] = FloorTest(
+            floor=float(quantile(read, 1 - SIGNIFICANCE)),
             p=float((1 + reached) / (1 + len(read))),
         )
     return tests

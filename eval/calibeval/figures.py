@@ -15,7 +15,7 @@ import numpy as np
 
 from calibeval.index import Results, TableRow
 from calibeval.io import atomic_write
-from calibeval.measures import MAIN_ERROR, METRICS
+from calibeval.measures import MAIN_ERROR, METRICS, Among
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WIDTH = 17.5  # centimetres
 CENTIMETRES_PER_INCH = 2.54
-AMONG = {"choices": "the choices", "vocabulary": "all tokens"}
+AMONG: dict[Among, str] = {"choices": "the choices", "vocabulary": "all tokens"}
 PANELS_ACROSS = 5
 PANEL_METRICS = (MAIN_ERROR, "mcb", "dsc")  # whose values stand in a panel's title
 NAME_LENGTH = 34  # characters of a panel's title
@@ -73,60 +73,61 @@ def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
     captions = []
     # Names of data sets and models are texts: between two dollars would be a formula.
     with matplotlib.rc_context({**STYLE, "text.parse_math": False}):
-        for group in results.groups:
-            for drawing in _drawings(results, group):
+        for data_set in results.data_sets:
+            for drawing in _drawings(results, data_set):
                 _save(drawing, out)
                 captions.append((out / f"{drawing.stem}.svg", drawing.caption))
     return captions
 
 
-def _drawings(results: Results, group: str) -> list[Drawing]:
+def _drawings(results: Results, data_set: str) -> list[Drawing]:
     """The figures of one data set."""
-    rows = [row for row in results.rows if group in row.evaluations]
-    rows_with = _rows_by_confidence(rows, group)
-    file_name = _file_name(group)
+    rows = [row for row in results.rows if data_set in row.evaluations]
+    rows_with = _rows_by_confidence(rows, data_set)
+    file_name = _file_name(data_set)
     drawings = []
     if len({row.beta for row in rows} - {None}) > 1:
         caption = (
-            f"{METRICS[MAIN_ERROR].heading} on {group} against β; dotted: what 95 % of calibrated "
-            "models read less than, in the mean over the seeds; dashed: before fine-tuning."
+            f"{METRICS[MAIN_ERROR].heading} on {data_set} against β; dotted: what 95 % of "
+            "calibrated models read less than, in the mean over the seeds; dashed: before "
+            "fine-tuning."
         )
-        canvas = error_over_beta(rows, group, rows_with)
+        canvas = error_over_beta(rows, data_set, rows_with)
         drawings.append(Drawing(f"ece-against-beta_{file_name}", caption, canvas))
-    for confidence, rows_of_figure in rows_with.items():
+    for among, rows_of_figure in rows_with.items():
         caption = (
-            f"Reliability on {group}, confidence among {AMONG[confidence]}. Coloured: "
+            f"Reliability on {data_set}, confidence among {AMONG[among]}. Coloured: "
             "accuracy by the kernel of the smooth ECE with its 95 % band; black: by "
             "isotonic regression; grey: where that lies in 95 % of calibrated models; "
             "below, where the questions are."
         )
-        if any(len(row.evaluations_of(group)) > 1 for row in rows_of_figure):
+        if any(len(row.evaluations_of(data_set)) > 1 for row in rows_of_figure):
             caption += (
                 " Of several seeds curves and bands are means: the band is that of one seed in the "
                 "mean, and covers no other seeds."
             )
-        canvas = reliability_diagrams(rows_of_figure, group, confidence)
-        drawings.append(Drawing(f"reliability_{file_name}_{confidence}", caption, canvas))
+        canvas = reliability_diagrams(rows_of_figure, data_set, among)
+        drawings.append(Drawing(f"reliability_{file_name}_{among}", caption, canvas))
     return drawings
 
 
-def _file_name(group: str) -> str:
+def _file_name(data_set: str) -> str:
     """A data set's name as file systems take it; a long one ends with a digest of it."""
-    name = quote(group, safe=" ")
+    name = quote(data_set, safe=" ")
     if len(name) <= FILE_NAME_LENGTH:
         return name
-    digest = hashlib.sha256(group.encode()).hexdigest()
+    digest = hashlib.sha256(data_set.encode()).hexdigest()
     return f"{name[:FILE_NAME_LENGTH]}-{digest[:12]}"
 
 
-def _rows_by_confidence(rows: Sequence[TableRow], group: str) -> dict[str, list[TableRow]]:
+def _rows_by_confidence(rows: Sequence[TableRow], data_set: str) -> dict[Among, list[TableRow]]:
     """The rows that have each definition of confidence, in the order in which they come up."""
-    rows_with: dict[str, list[TableRow]] = {}
+    rows_with: dict[Among, list[TableRow]] = {}
     for row in rows:
-        evaluations = row.evaluations_of(group)
-        for confidence in AMONG:
-            if all(confidence in evaluation.confidences for evaluation in evaluations):
-                rows_with.setdefault(confidence, []).append(row)
+        evaluations = row.evaluations_of(data_set)
+        for among in AMONG:
+            if all(among in evaluation.confidences for evaluation in evaluations):
+                rows_with.setdefault(among, []).append(row)
     return rows_with
 
 
@@ -145,12 +146,12 @@ def _canvas(height: float) -> "Canvas":
     return Figure(figsize=size, layout="constrained")
 
 
-def mean_curves(row: TableRow, group: str, confidence: str) -> dict[str, np.ndarray]:
+def mean_curves(row: TableRow, data_set: str, among: Among) -> dict[str, np.ndarray]:
     """Return the mean over seeds of a row's reliability curves and bands, where all have them.
 
     `count` is the sum over seeds of each bin's answers.
     """
-    curves = [evaluation.reliability[confidence] for evaluation in row.evaluations_of(group)]
+    curves = [evaluation.reliability[among] for evaluation in row.evaluations_of(data_set)]
     low = max(curve["at"][0] for curve in curves)
     high = min(curve["at"][-1] for curve in curves)
     at = np.linspace(low, max(low, high), len(curves[0]["at"]))
@@ -163,7 +164,7 @@ def mean_curves(row: TableRow, group: str, confidence: str) -> dict[str, np.ndar
     return means
 
 
-def reliability_diagrams(rows: Sequence[TableRow], group: str, confidence: str) -> "Canvas":
+def reliability_diagrams(rows: Sequence[TableRow], data_set: str, among: Among) -> "Canvas":
     """Return a figure with one diagram a row of the table."""
     across = min(PANELS_ACROSS, max(len(rows), 3))
     down = math.ceil(len(rows) / across)
@@ -171,17 +172,17 @@ def reliability_diagrams(rows: Sequence[TableRow], group: str, confidence: str) 
     canvas = _canvas(down * panel_height + 0.6)
     axes = canvas.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     axes[0, 0].set(xlim=(0, 1), ylim=(-0.26, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
-    one_model = len({row.keys["model"] for row in rows}) == 1
+    one_model = len({row.setting["model"] for row in rows}) == 1
     for axis, row in zip(axes.flat, rows, strict=False):
-        draw_curves(axis, mean_curves(row, group, confidence), color(row.beta))
+        draw_curves(axis, mean_curves(row, data_set, among), color(row.beta))
         name = row.name("model") if one_model else row.name()
-        axis.set_title(f"{name[:NAME_LENGTH]}\n{_title_values(row, group, confidence)}", pad=3)
+        axis.set_title(f"{name[:NAME_LENGTH]}\n{_title_values(row, data_set, among)}", pad=3)
         axis.set_aspect("equal")
         axis.spines[:].set_visible(True)
     for axis in axes.flat[len(rows) :]:
         axis.set_axis_off()
     canvas.supylabel("accuracy", fontsize=7.5)
-    canvas.supxlabel(f"confidence among {AMONG[confidence]}", fontsize=7.5)
+    canvas.supxlabel(f"confidence among {AMONG[among]}", fontsize=7.5)
     return canvas
 
 
@@ -201,18 +202,18 @@ def draw_curves(axis: "Axes", curves: dict[str, np.ndarray], shade: tuple[float,
     axis.axhline(0, color=INK, lw=0.6)
 
 
-def _title_values(row: TableRow, group: str, confidence: str) -> str:
+def _title_values(row: TableRow, data_set: str, among: Among) -> str:
     """What a panel's title says of a row: the main error, and below it the other metrics."""
     texts = []
     for metric in PANEL_METRICS:
-        value = row.estimate(group, metric, confidence).value
+        value = row.estimate(data_set, metric, among).value
         assert value is not None  # the row has this confidence
         texts.append(f"{METRICS[metric].heading} {value:.3f}")
     return f"{texts[0]}\n{' '.join(texts[1:])}"
 
 
 def error_over_beta(
-    rows: Sequence[TableRow], group: str, rows_with: dict[str, list[TableRow]]
+    rows: Sequence[TableRow], data_set: str, rows_with: dict[Among, list[TableRow]]
 ) -> "Canvas":
     """Return a figure of the main error against β, with a panel for each definition of confidence.
 
@@ -222,23 +223,23 @@ def error_over_beta(
     tuned = sorted((row for row in rows if row.beta is not None), key=lambda row: row.beta or 0)
     rows_of_line: dict[str, list[TableRow]] = {}
     for row in tuned:
-        name = row.name("label_smoothing") or row.keys["model"]
+        name = row.name("label_smoothing") or row.setting["model"]
         rows_of_line.setdefault(name, []).append(row)
     canvas = _canvas(6)
     panels = canvas.subplots(1, len(rows_with), sharey=True, squeeze=False)[0]
-    for (confidence, rows_of_panel), axis in zip(rows_with.items(), panels, strict=True):
+    for (among, rows_of_panel), axis in zip(rows_with.items(), panels, strict=True):
         for place, (name, rows_of_name) in enumerate(rows_of_line.items()):
             drawn = [row for row in rows_of_name if row in rows_of_panel]
-            estimates = [row.estimate(group, MAIN_ERROR, confidence) for row in drawn]
+            estimates = [row.estimate(data_set, MAIN_ERROR, among) for row in drawn]
             betas = [row.beta for row in drawn]
             line_color = f"C{place % 10}"
             axis.plot(betas, [e.value for e in estimates], "o-", color=line_color, label=name)
-            axis.plot(betas, [e.null_q95 for e in estimates], ":", color=line_color)
+            axis.plot(betas, [e.floor for e in estimates], ":", color=line_color)
         for row in rows_of_panel:
             if row.beta is None:
-                value = row.estimate(group, MAIN_ERROR, confidence).value
+                value = row.estimate(data_set, MAIN_ERROR, among).value
                 axis.axhline(value, color=GREY, ls="--", lw=1)
-        axis.set_title(f"{group}, confidence among {AMONG[confidence]}", pad=4)
+        axis.set_title(f"{data_set}, confidence among {AMONG[among]}", pad=4)
         axis.set(xlabel="label smoothing β", ylabel=METRICS[MAIN_ERROR].heading)
         axis.label_outer()
     panels[0].set_ylim(0, None)  # all panels share this axis

@@ -17,6 +17,7 @@ from calibeval import evaluations, stats
 from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import Cluster, Evaluation, TooFewClusters
 from calibeval.io import InputError, json_lines
+from calibeval.measures import Among
 from calibeval.records import is_unicode
 from calibeval.request import Text, checked
 
@@ -48,7 +49,7 @@ class IndexedFile:
 
     Attributes:
         path: The record file.
-        dataset: The column group that it belongs to.
+        dataset: The data set that its questions are of.
         model: The model's name.
         seed: The seed of its training; None before fine-tuning, or where nobody knows.
         keys: All that the line says, in its order: null only of β, before fine-tuning.
@@ -79,13 +80,13 @@ class TableRow:
     """One setting, a row of the tables, with an evaluation for each data set and seed.
 
     Attributes:
-        keys: What the index says of the setting.
+        setting: What the index says of it, by key.
         shown: The keys that are columns of the table.
         short: Training data's short names, as people know them, by their paths.
-        evaluations: By column group (data set) and then by seed, in their order.
+        evaluations: By data set and then by seed, in their order.
     """
 
-    keys: dict[str, Any]
+    setting: dict[str, Any]
     shown: tuple[str, ...]
     short: dict[str, str]
     evaluations: dict[str, dict[float | None, Evaluation]] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class TableRow:
     @property
     def beta(self) -> float | None:
         """Label smoothing; None before fine-tuning."""
-        return self.keys["label_smoothing"]
+        return self.setting["label_smoothing"]
 
     @property
     def block(self) -> tuple[str, ...]:
@@ -102,7 +103,7 @@ class TableRow:
 
     def text(self, key: str) -> str:
         """Return a key's value as tables print it."""
-        value = self.keys.get(key)
+        value = self.setting.get(key)
         if value is None:
             return "base" if key == "label_smoothing" else "–"
         if isinstance(value, float):
@@ -113,7 +114,7 @@ class TableRow:
         """Return what tells the row from others, for titles and legends, without some keys."""
         parts = []
         for key in self.shown:
-            value = self.keys.get(key)
+            value = self.setting.get(key)
             if key in leave_out:
                 continue
             if key == "label_smoothing":
@@ -125,22 +126,22 @@ class TableRow:
                 parts.append(f"{label} {self.text(key)}")
         return ", ".join(parts)
 
-    def evaluations_of(self, group: str) -> list[Evaluation]:
+    def evaluations_of(self, data_set: str) -> list[Evaluation]:
         """Return the row's evaluations on a data set, in the order of their seeds."""
-        return list(self.evaluations.get(group, {}).values())
+        return list(self.evaluations.get(data_set, {}).values())
 
-    def estimate(self, group: str, metric: str, confidence: str = "choices") -> stats.Estimate:
+    def estimate(self, data_set: str, metric: str, among: Among = "choices") -> stats.Estimate:
         """Return a metric over the row's seeds; its value is None where there is none."""
-        of_group = self.evaluations_of(group)
-        return stats.estimate(of_group, metric, confidence) if of_group else stats.Estimate()
+        of_data_set = self.evaluations_of(data_set)
+        return stats.estimate(of_data_set, metric, among) if of_data_set else stats.Estimate()
 
 
 @dataclass(frozen=True)
 class Results:
-    """Every row, the column groups (data sets), and the keys that are columns."""
+    """Every row, the data sets, and the keys that are columns."""
 
     rows: list[TableRow]
-    groups: list[str]
+    data_sets: list[str]
     shown: tuple[str, ...]
 
     def reference(self, row: TableRow) -> TableRow | None:
@@ -152,13 +153,13 @@ class Results:
         """
         keys = [key for key in self.shown if key not in ("label_smoothing", "calibrator")]
         if row.beta is None:
-            keys = [key for key in keys if key in row.keys]
+            keys = [key for key in keys if key in row.setting]
         candidates = [
             other
             for other in self.rows
             if other.beta == 0
-            and other.keys.get("calibrator") is None
-            and all(other.keys.get(key) == row.keys.get(key) for key in keys)
+            and other.setting.get("calibrator") is None
+            and all(other.setting.get(key) == row.setting.get(key) for key in keys)
         ]
         if len(candidates) != 1 or candidates[0] is row:
             return None
@@ -183,19 +184,19 @@ def read(index: Path, cluster: Cluster | None = None) -> Results:
         loading = pool.map(lambda file: _load(file.path, cluster), files)
         loaded = list(tqdm(loading, "record files", len(files), disable=None, delay=2))
     _check_comparable(files, loaded)
-    shown = columns(files)
+    shown = varying_keys(files)
     short = _short_names(files)
     rows: dict[tuple[Scalar, ...], TableRow] = {}
     pairs = list(zip(files, loaded, strict=True))
     pairs.sort(key=lambda pair: -math.inf if pair[0].seed is None else pair[0].seed)
     for file, evaluation in pairs:
-        setting = tuple(file.keys.get(key) for key in shown)
-        if setting not in rows:
-            keys = {key: value for key, value in file.keys.items() if key not in NO_ROW_KEYS}
-            rows[setting] = TableRow(keys, shown, short)
-        _add(evaluation, file, rows[setting])
-    groups = list(dict.fromkeys(file.dataset for file in files))
-    return Results(sorted(rows.values(), key=_order), groups, shown)
+        shown_values = tuple(file.keys.get(key) for key in shown)
+        if shown_values not in rows:
+            setting = {key: value for key, value in file.keys.items() if key not in NO_ROW_KEYS}
+            rows[shown_values] = TableRow(setting, shown, short)
+        _add(evaluation, file, rows[shown_values])
+    data_sets = list(dict.fromkeys(file.dataset for file in files))
+    return Results(sorted(rows.values(), key=_order), data_sets, shown)
 
 
 def _load(path: Path, cluster: Cluster | None) -> Evaluation:
@@ -266,7 +267,7 @@ def read_lines(index: Path) -> list[IndexedFile]:
     return files
 
 
-def columns(files: list[IndexedFile]) -> tuple[str, ...]:
+def varying_keys(files: list[IndexedFile]) -> tuple[str, ...]:
     """Return the keys that tell rows apart: model, β, and whatever else varies."""
 
     def varies(key: str) -> bool:
@@ -286,7 +287,7 @@ def columns(files: list[IndexedFile]) -> tuple[str, ...]:
 def _order(row: TableRow) -> tuple[tuple[int, float, str], ...]:
     """By block, calibrators after β, then whatever else varies; absent before numbers, text."""
     keys = dict.fromkeys(("train_data", "model", "calibrator", "label_smoothing", *row.shown))
-    return tuple(_sort_key(row.keys.get(key)) for key in keys if key in row.shown)
+    return tuple(_sort_key(row.setting.get(key)) for key in keys if key in row.shown)
 
 
 def _sort_key(value: Scalar) -> tuple[int, float, str]:

@@ -54,7 +54,7 @@ CHUNK_CELLS = 300_000
 LARGEST_KEPT_BLOCK = (32 << 20) - (64 << 10)  # bytes
 
 Better = Literal["higher", "lower", "neither"]
-Confidence = Literal["choices", "vocabulary"]  # the definitions that this module's docstring has
+Among = Literal["choices", "vocabulary"]  # what a confidence is a probability among
 Uncertainty = Literal["interval", "floor", "none"]
 
 
@@ -167,10 +167,10 @@ class EventScores(Scores):
         return (self.confidence - self.correct) ** 2
 
 
-def scores(records: Records, confidence: str) -> Scores:
+def scores(records: Records, among: Among) -> Scores:
     """Return the records' questions under a definition of confidence, "choices" or "vocabulary"."""
     logprobs = records.logprobs
-    if confidence == "choices":
+    if among == "choices":
         logprobs = logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True)
     return Scores(logprobs, records.labels)
 
@@ -191,29 +191,30 @@ class Sample:
 
     Args:
         scores: The questions.
-        times: How often each sample has each question, (R, N); by default one sample has each once.
+        counts: How often each sample has each question, (R, N). By default one sample has each
+            once.
         correct: 1 or True where an answer is right, (R, N), in place of the scores' own (N,).
     """
 
     def __init__(
         self,
         scores: Scores,
-        times: np.ndarray | None = None,
+        counts: np.ndarray | None = None,
         correct: np.ndarray | None = None,
     ):
         self.scores = scores
-        self.has_each_once = times is None
-        self.times = np.ones((1, len(scores.labels))) if times is None else times
+        self.has_each_once = counts is None
+        self.counts = np.ones((1, len(scores.labels))) if counts is None else counts
         self.has_own_correct = correct is not None
         self.correct = scores.correct if correct is None else correct
-        self.size = len(self.times) if correct is None else len(correct)
+        self.size = len(self.counts) if correct is None else len(correct)
 
     @cached_property
-    def ranked_times(self) -> np.ndarray:
-        """`times` of the questions by ascending confidence, (R, N) or (1, N)."""
+    def ranked_counts(self) -> np.ndarray:
+        """`counts` of the questions by ascending confidence, (R, N) or (1, N)."""
         if self.has_each_once:
-            return self.times
-        return self.times.take(self.scores.order, axis=1).astype(float, copy=False)
+            return self.counts
+        return self.counts.take(self.scores.order, axis=1).astype(float, copy=False)
 
     @cached_property
     def ranked_correct(self) -> np.ndarray:
@@ -231,7 +232,7 @@ class Sample:
         levels = self.scores.levels
         if self.has_each_once:
             return levels.sizes[None].astype(float), levels.sum(self.ranked_correct)
-        return levels.sum(self.ranked_times), levels.sum(self.ranked_times * self.ranked_correct)
+        return levels.sum(self.ranked_counts), levels.sum(self.ranked_counts * self.ranked_correct)
 
     @cached_property
     def answers_up_to_level(self) -> np.ndarray:
@@ -245,15 +246,15 @@ class Sample:
     @cached_property
     def bins(self) -> Bins:
         """Equal-width bins of the confidence."""
-        times = None if self.has_each_once else self.ranked_times
-        return self.scores.equal_width.of(self.ranked_correct, times)
+        counts = None if self.has_each_once else self.ranked_counts
+        return self.scores.equal_width.of(self.ranked_correct, counts)
 
     def mean(self, values: np.ndarray) -> np.ndarray:
         """Return the mean over each sample, (R,), of a value of every question, (N,) or (R, N)."""
         if values.ndim == 1:
-            sums = self._float_times @ values
+            sums = self._float_counts @ values
         else:
-            sums = (self._float_times * values).sum(1)
+            sums = (self._float_counts * values).sum(1)
         return sums / self._answers
 
     def mean_of_labels(self, values: np.ndarray) -> np.ndarray:
@@ -269,13 +270,13 @@ class Sample:
         return self.mean(values)
 
     @cached_property
-    def _float_times(self) -> np.ndarray:
-        return self.times.astype(float, copy=False)
+    def _float_counts(self) -> np.ndarray:
+        return self.counts.astype(float, copy=False)
 
     @cached_property
     def _answers(self) -> np.ndarray:
         """How many answers each sample has, (R,) or (1,)."""
-        return self._float_times.sum(1)
+        return self._float_counts.sum(1)
 
 
 def resamples(
@@ -293,12 +294,12 @@ def resamples(
     for rows in _chunk_rows(count, questions):
         drawn = rng.integers(0, units, (rows, units), dtype=np.int32)
         # Small numbers are quick to sort by confidence.
-        times = np.stack([np.bincount(row, minlength=units).astype(np.int16) for row in drawn])
-        yield times if clusters is None else times[:, clusters]
+        counts = np.stack([np.bincount(row, minlength=units).astype(np.int16) for row in drawn])
+        yield counts if clusters is None else counts[:, clusters]
 
 
-def calibrated(scores: Scores, count: int) -> Iterator[Sample]:
-    """Yield samples, `count` in all, whose answers are right with the probability that they state.
+def simulated_answers(scores: Scores, count: int) -> Iterator[Sample]:
+    """Yield samples, `count` in all, of answers that are right with the probability they state.
 
     They tell what a perfectly calibrated model with these confidences reads on these questions.
     """
@@ -434,10 +435,10 @@ def rms_hendrycks(sample: Sample) -> np.ndarray:
     folded = sample.scores.folded
     is_folded = (sample.scores.level <= 0.5)[folded.order]
     correct = np.atleast_2d(sample.correct).take(folded.order, axis=1)
-    times = None
+    counts = None
     if not sample.has_each_once:
-        times = sample.times.take(folded.order, axis=1).astype(float, copy=False)
-    bins = folded.of((correct != is_folded).astype(float), times)
+        counts = sample.counts.take(folded.order, axis=1).astype(float, copy=False)
+    bins = folded.of((correct != is_folded).astype(float), counts)
     return ((bins.weight * bins.gap) ** 2).sum(1) ** 0.25
 
 
@@ -470,10 +471,10 @@ def smooth_curve(sample: Sample, bandwidth: float, mesh: np.ndarray) -> np.ndarr
 
 def _counts(sample: Sample) -> np.ndarray | None:
     """How often each question is in a sample; None where each is there once."""
-    return None if sample.has_each_once else sample.ranked_times
+    return None if sample.has_each_once else sample.ranked_counts
 
 
-def recalibrated(sample: Sample) -> np.ndarray:
+def isotonic_fit(sample: Sample) -> np.ndarray:
     """Isotonic regression of right on confidence: the best increasing recalibration.
 
     Pool-adjacent-violators on the mean of each level of confidence. Returns the recalibrated
@@ -499,11 +500,11 @@ def recalibrated(sample: Sample) -> np.ndarray:
 def mcb(sample: Sample) -> np.ndarray:
     """Miscalibration: mean (p − y)² − mean (r − y)², what recalibration takes off.
 
-    The Brier score of the likeliest choice is MCB − DSC + UNC, with r of `recalibrated` and UNC the
+    The Brier score of the likeliest choice is MCB − DSC + UNC, with r of `isotonic_fit` and UNC the
     score of the mean accuracy ȳ as a forecast (CORP; Dimitriadis, Gneiting & Jordan 2021).
     """
     stated = _square_score(sample, sample.scores.ranked_confidence)
-    return np.maximum(stated - _square_score(sample, recalibrated(sample)), 0)
+    return np.maximum(stated - _square_score(sample, isotonic_fit(sample)), 0)
 
 
 def dsc(sample: Sample) -> np.ndarray:
@@ -511,10 +512,10 @@ def dsc(sample: Sample) -> np.ndarray:
 
     For the terms see `mcb`.
     """
-    total = sample.ranked_times.sum(1, keepdims=True)
-    mean_correct = (sample.ranked_times * sample.ranked_correct).sum(1, keepdims=True) / total
+    total = sample.ranked_counts.sum(1, keepdims=True)
+    mean_correct = (sample.ranked_counts * sample.ranked_correct).sum(1, keepdims=True) / total
     constant = _square_score(sample, mean_correct)
-    return np.maximum(constant - _square_score(sample, recalibrated(sample)), 0)
+    return np.maximum(constant - _square_score(sample, isotonic_fit(sample)), 0)
 
 
 def _square_score(sample: Sample, forecast: np.ndarray) -> np.ndarray:
@@ -522,7 +523,7 @@ def _square_score(sample: Sample, forecast: np.ndarray) -> np.ndarray:
     squares = (forecast - sample.ranked_correct) ** 2
     if sample.has_each_once:
         return squares.mean(1)
-    return (sample.ranked_times * squares).sum(1) / sample.ranked_times.sum(1)
+    return (sample.ranked_counts * squares).sum(1) / sample.ranked_counts.sum(1)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ With `interval=True` a function returns an `Estimate`. Means and ranks have a 95
 resamples of the questions, or of whole `clusters` of questions, such as subjects, of which there
 must be ten. Of calibration errors (`ece`, `rms`, `rms_debiased`, `smooth_ece`) no interval is known
 to cover, and a calibrated model does not read 0: they have the floor that 95 % of calibrated models
-stay below (`null_q95`) and the share `p` of them that read as much.
+stay below (`floor`) and the share `p_calibrated` of them that read as much.
 """
 
 import sys
@@ -62,7 +62,7 @@ __all__ = [
 Array: TypeAlias = Union[np.ndarray, "torch.Tensor", Sequence[Any]]
 
 
-class _Mean(Protocol):
+class _WithInterval(Protocol):
     """How a metric with an interval is called."""
 
     @overload
@@ -100,7 +100,7 @@ class _BinnedError(Protocol):
     ) -> Estimate: ...
 
 
-def _mean(plain: Callable[[Array, Array], float]) -> _Mean:
+def _with_interval_keyword(plain: Callable[[Array, Array], float]) -> _WithInterval:
     """Give a metric the keywords `interval` and `clusters`."""
 
     @wraps(plain)
@@ -120,7 +120,7 @@ def _mean(plain: Callable[[Array, Array], float]) -> _Mean:
     return metric  # type: ignore[return-value]
 
 
-def _binned_error(plain: Callable[[Array, Array, int], float]) -> _BinnedError:
+def _with_floor_keyword(plain: Callable[[Array, Array, int], float]) -> _BinnedError:
     """Give a calibration error over bins the keyword `interval`."""
 
     @wraps(plain)
@@ -134,13 +134,13 @@ def _binned_error(plain: Callable[[Array, Array, int], float]) -> _BinnedError:
     return metric  # type: ignore[return-value]
 
 
-@_mean
+@_with_interval_keyword
 def accuracy(probabilities: Array, labels: Array) -> float:
     """Share of right answers."""
     return _value(measures.accuracy, scores(probabilities, labels))
 
 
-@_mean
+@_with_interval_keyword
 def nll(probabilities: Array, labels: Array) -> float:
     """Mean −log p(right choice), in nats; of (N,) −log of what was given to what came true.
 
@@ -149,7 +149,7 @@ def nll(probabilities: Array, labels: Array) -> float:
     return _value(measures.nll, scores(probabilities, labels))
 
 
-@_mean
+@_with_interval_keyword
 def brier(probabilities: Array, labels: Array) -> float:
     """Mean Σ_k (p_k − y_k)² over choices (Brier 1950), from 0 to 2; of (N,) mean (p − y)².
 
@@ -158,13 +158,13 @@ def brier(probabilities: Array, labels: Array) -> float:
     return _value(measures.brier, scores(probabilities, labels))
 
 
-@_mean
+@_with_interval_keyword
 def ece_signed(probabilities: Array, labels: Array) -> float:
     """Mean confidence − accuracy: above 0 is over-confident."""
     return _value(measures.ece_signed, scores(probabilities, labels))
 
 
-@_mean
+@_with_interval_keyword
 def auroc(probabilities: Array, labels: Array) -> float:
     """P(confidence right > wrong) + ½ P(equal), over pairs of a right and a wrong answer.
 
@@ -174,7 +174,7 @@ def auroc(probabilities: Array, labels: Array) -> float:
     return _value(measures.auroc, scores(probabilities, labels))
 
 
-@_mean
+@_with_interval_keyword
 def aurc(probabilities: Array, labels: Array) -> float:
     """Area under the risk-coverage curve, Σ_k risk(k) / N (Geifman & El-Yaniv 2017).
 
@@ -184,7 +184,7 @@ def aurc(probabilities: Array, labels: Array) -> float:
     return _value(measures.aurc, scores(probabilities, labels))
 
 
-@_binned_error
+@_with_floor_keyword
 def ece(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     """Expected calibration error, Σ w_b |accuracy_b − confidence_b| (Naeini et al. 2015).
 
@@ -194,7 +194,7 @@ def ece(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     return _value(measures.ece, scores(probabilities, labels, bins))
 
 
-@_binned_error
+@_with_floor_keyword
 def rms(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     """Root mean square calibration error, sqrt(Σ w_b (accuracy_b − confidence_b)²).
 
@@ -203,7 +203,7 @@ def rms(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     return _value(measures.rms, scores(probabilities, labels, bins))
 
 
-@_binned_error
+@_with_floor_keyword
 def rms_debiased(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     """`rms` less what finitely many answers add to it (Kumar et al. 2019, section 5).
 
@@ -345,8 +345,8 @@ def _with_interval(name: str, given: Scores, clusters: Array | None) -> Estimate
     if not np.isfinite(values).all():
         return Estimate()
     drawn = [
-        metric(Sample(given, times))
-        for times in measures.resamples(questions, evaluations.RESAMPLES, numbers)
+        metric(Sample(given, counts))
+        for counts in measures.resamples(questions, evaluations.RESAMPLES, numbers)
     ]
     count = None if numbers is None else int(numbers.max()) + 1
     side = stats.Side(values, np.concatenate(drawn)[None], count)
@@ -356,8 +356,8 @@ def _with_interval(name: str, given: Scores, clusters: Array | None) -> Estimate
 def _with_floor(name: str, given: Scores) -> Estimate:
     """A calibration error beside what calibrated models read."""
     sample = Sample(given)
-    test = evaluations.consistency(sample, [name])[name]
-    return Estimate(float(METRICS[name](sample)[0]), null_q95=test.null_q95, p=test.p)
+    test = evaluations.floor_tests(sample, [name])[name]
+    return Estimate(float(METRICS[name](sample)[0]), floor=test.floor, p_calibrated=test.p)
 
 
 class _CallableModule(ModuleType):

@@ -25,7 +25,7 @@ from calibeval.measures import (
     MAIN_ERROR,
     METRICS,
     WITH_INTERVAL,
-    Confidence,
+    Among,
 )
 from calibeval.request import DEFAULT_COLUMNS
 
@@ -36,10 +36,10 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # of a cell that a spreadshee
 
 @dataclass(frozen=True)
 class Column:
-    """A metric in one definition of confidence."""
+    """A metric of one confidence: the probability among the choices, or among the vocabulary."""
 
     metric: str
-    confidence: Confidence = "choices"
+    among: Among = "choices"
 
     @property
     def heading(self) -> str:
@@ -53,19 +53,19 @@ class Column:
         return self.heading if difference is None else self._with_arrow(difference.heading)
 
     def _with_arrow(self, text: str) -> str:
-        among = ", all tokens" if self.confidence == "vocabulary" else ""
-        return f"{text}{among} {ARROWS[METRICS[self.metric].better]}".strip()
+        all_tokens = ", all tokens" if self.among == "vocabulary" else ""
+        return f"{text}{all_tokens} {ARROWS[METRICS[self.metric].better]}".strip()
 
 
 def read_columns(text: str) -> list[Column]:
     """Return columns from "accuracy,ece,ece@vocabulary"; an unknown name raises `InputError`."""
     chosen = []
     for word in map(str.strip, text.split(",")):
-        metric, _, confidence = word.partition("@")
-        if metric not in METRICS or confidence not in ("", *CONFIDENCES):
+        metric, _, among = word.partition("@")
+        if metric not in METRICS or among not in ("", *CONFIDENCES):
             names = ", ".join(METRICS)
             raise InputError(f"--columns: no {word!r}; expected {names}, also with @vocabulary")
-        chosen.append(Column(metric, "vocabulary" if confidence == "vocabulary" else "choices"))
+        chosen.append(Column(metric, "vocabulary" if among == "vocabulary" else "choices"))
     return list(dict.fromkeys(chosen))
 
 
@@ -116,10 +116,10 @@ def difference_cell(e: stats.Estimate, metric: str) -> Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table; the last of the keys says how many evaluations it is of."""
+    """A row of a table; the last of the cells before says how many evaluations it is of."""
 
     row: TableRow
-    keys: list[str]
+    cells_before: list[str]
     cells: list[Cell]
 
 
@@ -127,17 +127,17 @@ class Line:
 class Table:
     """Headings and lines, ready for Markdown and HTML."""
 
-    keys: list[str]
-    groups: list[str]  # data sets, each over all of `heads`
+    heads_before: list[str]  # of each line's `cells_before`
+    data_sets: list[str]  # each stands over all of `heads`
     heads: list[str]
     lines: list[Line]
     notes: list[str]
 
     def frame(self) -> pd.DataFrame:
         """Return the table as text, with bold as Markdown has it."""
-        heads = [f"{group}: {head}" for group, head in product(self.groups, self.heads)]
-        rows = [[*map(one_line, line.keys), *map(str, line.cells)] for line in self.lines]
-        return pd.DataFrame(rows, columns=[one_line(head) for head in (*self.keys, *heads)])
+        heads = [f"{data_set}: {head}" for data_set, head in product(self.data_sets, self.heads)]
+        rows = [[*map(one_line, line.cells_before), *map(str, line.cells)] for line in self.lines]
+        return pd.DataFrame(rows, columns=[one_line(head) for head in (*self.heads_before, *heads)])
 
     def markdown(self) -> str:
         """Return it as GitHub Markdown, with its notes below."""
@@ -175,19 +175,20 @@ def main_table(results: Results, chosen: Sequence[Column]) -> Table:
     lines = []
     for row in results.rows:
         cells = []
-        for group, column in product(results.groups, chosen):
-            found = row.estimate(group, column.metric, column.confidence)
+        for data_set, column in product(results.data_sets, chosen):
+            found = row.estimate(data_set, column.metric, column.among)
             cell = printed(found)
-            if column.metric == MAIN_ERROR and found.p is not None and found.p > SIGNIFICANCE:
+            p = found.p_calibrated
+            if column.metric == MAIN_ERROR and p is not None and p > SIGNIFICANCE:
                 cell = replace(cell, value=f"{cell.value}†")
             cells.append(cell)
         lines.append(Line(row, [*map(row.text, results.shown), _seed_count(row)], cells))
     heads = [column.heading for column in chosen]
-    return Table(_key_heads(results), results.groups, heads, lines, notes(results, chosen))
+    return Table(_heads_before(results), results.data_sets, heads, lines, notes(results, chosen))
 
 
-def _key_heads(results: Results) -> list[str]:
-    """The headings of a table's keys; the last column says how many evaluations a line is of."""
+def _heads_before(results: Results) -> list[str]:
+    """The headings of the cells before; the last column says how many evaluations a line is of."""
     return [*map(heading, results.shown), "Seeds"]
 
 
@@ -201,22 +202,27 @@ def _seed_count(row: TableRow) -> str:
 def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
     """Return what the columns mean, in sentences."""
     evaluations_of = {
-        group: [evaluation for row in results.rows for evaluation in row.evaluations_of(group)]
-        for group in results.groups
+        data_set: [
+            evaluation for row in results.rows for evaluation in row.evaluations_of(data_set)
+        ]
+        for data_set in results.data_sets
     }
     counts = ", ".join(
-        f"{group} {evaluations[0].questions:,}" for group, evaluations in evaluations_of.items()
+        f"{data_set} {evaluations[0].questions:,}"
+        for data_set, evaluations in evaluations_of.items()
     )
     sentences = [f"Questions: {counts}."]
     for name in dict.fromkeys(column.metric for column in chosen):
         if METRICS[name].note:
             sentences.append(METRICS[name].note)
-    if any(column.confidence == "vocabulary" for column in chosen):
+    if any(column.among == "vocabulary" for column in chosen):
         sentences.append(
             "“All tokens”: its probability among the vocabulary, else among the choices."
         )
     has_seeds = any(
-        len(row.evaluations_of(group)) > 1 for row in results.rows for group in results.groups
+        len(row.evaluations_of(data_set)) > 1
+        for row in results.rows
+        for data_set in results.data_sets
     )
     resampled = _resampled(evaluations_of)
     over = f"{resampled} and seeds" if has_seeds else resampled
@@ -224,8 +230,8 @@ def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
     if any(column.metric == MAIN_ERROR for column in chosen):
         sentences.append("† ECE consistent with calibration (p > 0.05).")
     sentences += _coverage(evaluations_of)
-    for group, evaluations in evaluations_of.items():
-        sentences += _warnings(group, evaluations)
+    for data_set, evaluations in evaluations_of.items():
+        sentences += _warnings(data_set, evaluations)
     return sentences
 
 
@@ -252,19 +258,19 @@ def _difference_note(resampled: str) -> str:
 def _coverage(evaluations_of: dict[str, list[Evaluation]]) -> list[str]:
     """What the intervals of each data set cover, where it has several subjects."""
     sentences = []
-    for group, evaluations in evaluations_of.items():
+    for data_set, evaluations in evaluations_of.items():
         if evaluations[0].subjects > 1:
-            sentences.append(f"{group}: intervals {stats.coverage_of(evaluations)}.")
+            sentences.append(f"{data_set}: intervals {stats.coverage_of(evaluations)}.")
     return sentences
 
 
-def _warnings(group: str, evaluations: Sequence[Evaluation]) -> list[str]:
+def _warnings(data_set: str, evaluations: Sequence[Evaluation]) -> list[str]:
     """What a reader must know of a data set's evaluations."""
     sentences = []
     normalise = evaluations[0].normalise
     if normalise in ("characters", "bytes"):
         sentences.append(
-            f"{group}: texts are compared by log-probability by {normalise}, so their "
+            f"{data_set}: texts are compared by log-probability by {normalise}, so their "
             "calibration is that normaliser's; `metrics --normalise sum` reads their own."
         )
     masses = [
@@ -273,15 +279,17 @@ def _warnings(group: str, evaluations: Sequence[Evaluation]) -> list[str]:
     least = min(masses, default=1.0)
     if least < stats.LOW_MASS:
         sentences.append(
-            f"{group}: letters hold as little as {least:.3f} of the probability, so read with care."
+            f"{data_set}: letters hold as little as {least:.3f} of the probability, so read with "
+            "care."
         )
     return sentences
 
 
 def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None:
-    """Return each row less its β = 0, over shared resamples and paired by seed.
+    """Return each row less its β = 0, over shared resamples.
 
-    None without a β = 0.
+    They are paired by seed where both have two seeds or more in common (`pair`); the column "Seeds"
+    tells where they are not. None without a β = 0.
     """
     columns = _difference_columns(chosen)
     lines = []
@@ -290,10 +298,10 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
         base = results.reference(row)
         if base is None:
             continue
-        pairings = {group: pair(base, row, group) for group in results.groups}
+        pairings = {data_set: pair(base, row, data_set) for data_set in results.data_sets}
         cells = []
-        for group, column in product(results.groups, columns):
-            found = pairings[group].difference(column)
+        for data_set, column in product(results.data_sets, columns):
+            found = pairings[data_set].difference(column)
             p_values.append(stats.p_of_comparison(column.metric, found))
             cells.append(difference_cell(found, column.metric))
         counts = dict.fromkeys(p.count for p in pairings.values() if p.count)
@@ -302,8 +310,10 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
         return None
     heads = [column.difference_heading for column in columns]
     evaluations_of = {
-        group: [evaluation for row in results.rows for evaluation in row.evaluations_of(group)]
-        for group in results.groups
+        data_set: [
+            evaluation for row in results.rows for evaluation in row.evaluations_of(data_set)
+        ]
+        for data_set in results.data_sets
     }
     about = [_difference_note(_resampled(evaluations_of))]
     for name in dict.fromkeys(column.metric for column in columns):
@@ -312,7 +322,7 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
             about.append(difference.note)
     about += [_family_note(p_values), *_coverage(evaluations_of)]
     bold_lines = _with_bold(lines, stats.holm(p_values))
-    return Table(_key_heads(results), results.groups, heads, bold_lines, about)
+    return Table(_heads_before(results), results.data_sets, heads, bold_lines, about)
 
 
 def _with_bold(lines: Sequence[Line], survives: Sequence[bool]) -> list[Line]:
@@ -340,8 +350,8 @@ def _difference_columns(chosen: Sequence[Column]) -> list[Column]:
     Of calibration errors only those compared by their squares differ regularly enough for one.
     """
     columns = [column for column in chosen if column.metric in WITH_INTERVAL]
-    for confidence in dict.fromkeys(column.confidence for column in chosen):
-        columns += [Column(metric, confidence) for metric in ("nll", *COMPARED_BY_SQUARE)]
+    for among in dict.fromkeys(column.among for column in chosen):
+        columns += [Column(metric, among) for metric in ("nll", *COMPARED_BY_SQUARE)]
     return list(dict.fromkeys(columns))
 
 
@@ -358,19 +368,17 @@ class Pairing:
         """Return second − first; no value where one of them has no evaluations."""
         if not self.first or not self.second:
             return stats.Estimate()
-        return stats.difference(
-            self.first, self.second, column.metric, column.confidence, self.paired
-        )
+        return stats.difference(self.first, self.second, column.metric, column.among, self.paired)
 
 
-def pair(first: TableRow, second: TableRow, group: str) -> Pairing:
+def pair(first: TableRow, second: TableRow, data_set: str) -> Pairing:
     """Return the evaluations of both rows: in pairs of common seeds, else all of them, not paired.
 
     Pairs need two seeds in common: a single pair would leave out the other seeds, and with them
     what seeds differ by. A model before fine-tuning has no seed, so it is not paired either.
     """
-    evaluations_of_first = first.evaluations.get(group, {})
-    evaluations_of_second = second.evaluations.get(group, {})
+    evaluations_of_first = first.evaluations.get(data_set, {})
+    evaluations_of_second = second.evaluations.get(data_set, {})
     common = [seed for seed in evaluations_of_first if seed in evaluations_of_second]
     if len(common) > 1 and second.beta is not None:
         return Pairing(
@@ -401,21 +409,21 @@ def tidy(results: Results) -> pd.DataFrame:
     """
     keys = dict.fromkeys(results.shown)
     for row in results.rows:
-        keys.update(dict.fromkeys(row.keys))
+        keys.update(dict.fromkeys(row.setting))
     lines = []
     for row in results.rows:
-        for group in row.evaluations:
-            evaluations = row.evaluations_of(group)
-            about: dict[str, Any] = {"dataset": group}
-            about.update((key, row.keys.get(key)) for key in keys)
+        for data_set in row.evaluations:
+            evaluations = row.evaluations_of(data_set)
+            about: dict[str, Any] = {"dataset": data_set}
+            about.update((key, row.setting.get(key)) for key in keys)
             about["seeds"] = len(evaluations)
             about["questions"] = evaluations[0].questions
             masses = pd.Series([evaluation.letter_mass for evaluation in evaluations], dtype=float)
             about["letter_mass"] = masses.mean()
-            for confidence, metric in product(CONFIDENCES, METRICS):
-                if all(confidence in evaluation.confidences for evaluation in evaluations):
-                    kind = {"confidence": confidence, "metric": metric}
-                    values = row.estimate(group, metric, confidence).as_dict()
+            for among, metric in product(CONFIDENCES, METRICS):
+                if all(among in evaluation.confidences for evaluation in evaluations):
+                    kind = {"confidence": among, "metric": metric}
+                    values = row.estimate(data_set, metric, among).as_dict()
                     lines.append({**about, **kind, **values})
     return pd.DataFrame(lines).rename(columns={"floor": "floor_95"})
 

@@ -19,8 +19,9 @@ to first order. But Δ_b is itself observed with the noise s_b², so B is too la
 variance, Σ w_b² 2 s_b⁴ of Gaussian noise, and V that of B + D. The mean of Δ_b² exceeds the true
 square by s_b², and the variance of B, 4 Σ w_b² Δ_b² s_b², exceeds its own by 4 Σ w_b² s_b⁴ = 2 v.
 
-**The draws** are therefore A + κ (B + D), with one factor κ on the fluctuation of both (not on the
-gaps, where it would be squared in D), which takes the excess off its variance:
+**The draws** are therefore A + κ (B + D). κ multiplies the sum of both parts, and not the gaps, of
+which D has the square. Its mean falls out, since an interval uses draws less their mean. κ takes
+the excess off the variance of B + D:
 
     κ² = max(0, V − v min(2, 4 v / V)) / V
 
@@ -62,20 +63,20 @@ class SquareDraws:
 
     Attributes:
         observed: T of the questions as they are.
-        noise: A of each resample, (R,).
-        gaps: B + D of each resample, (R,).
+        noise_part: A of each resample, (R,).
+        gap_part: B + D of each resample, (R,).
     """
 
     observed: float
-    noise: np.ndarray
-    gaps: np.ndarray
+    noise_part: np.ndarray
+    gap_part: np.ndarray
 
 
 def square_draws(observed: Bins, resampled: Sequence[Bins]) -> SquareDraws:
     """The squared error's draws, from bins (1, B) as they are and resampled ones (R, B).
 
     Resampling n_b residuals spreads their mean by (n_b − 1) / n_b less than n_b new questions
-    would, so G_b is multiplied by the root of n_b / (n_b − 1) and s*_b² by that ratio.
+    would, so G_b (`shift`) is multiplied by the root of n_b / (n_b − 1) and s*_b² by that ratio.
     """
     gap = observed.gap
     has_noise = observed.count > 1  # a bin of one question does not tell its noise
@@ -83,20 +84,20 @@ def square_draws(observed: Bins, resampled: Sequence[Bins]) -> SquareDraws:
     noise_parts = []
     gap_parts = []
     for bins in resampled:
-        noise = np.where(bins.count > 0, (bins.gap - gap) * np.sqrt(widening), 0)
+        shift = np.where(bins.count > 0, (bins.gap - gap) * np.sqrt(widening), 0)
         weight = np.where(has_noise & (bins.count > 1), bins.weight, 0)
-        noise_parts.append((weight * (noise**2 - widening * bins.noise)).sum(1))
-        gap_parts.append((weight * (2 * gap * noise + gap**2)).sum(1))
+        noise_parts.append((weight * (shift**2 - widening * bins.noise)).sum(1))
+        gap_parts.append((weight * (2 * gap * shift + gap**2)).sum(1))
     return SquareDraws(
         observed=float(debiased_square(observed)[0]),
-        noise=np.concatenate(noise_parts),
-        gaps=np.concatenate(gap_parts),
+        noise_part=np.concatenate(noise_parts),
+        gap_part=np.concatenate(gap_parts),
     )
 
 
-def shrinkage(noise: np.ndarray, gaps: np.ndarray) -> float:
+def shrinkage(noise_part: np.ndarray, gap_part: np.ndarray) -> float:
     """κ for the parts A (R,) and B + D (R,) of an error, or of a sum or difference of errors."""
-    if not gaps.any():
+    if not gap_part.any():
         return 0.0
-    ratio = noise.var() / gaps.var()  # v / V
+    ratio = noise_part.var() / gap_part.var()  # v / V
     return math.sqrt(max(1 - ratio * min(2, 4 * ratio), 0))

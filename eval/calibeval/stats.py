@@ -12,7 +12,7 @@ Where a test or a correction goes:
   sign test. The interval must hold 0 wherever p is not below `evaluations.SIGNIFICANCE`, as it is
   widened there; tests/eval/test_stats.py compares the two.
 - A test of calibration: `evaluations.consistency`, which simulates calibrated answers. What it
-  returns is kept with the evaluation (`evaluations.NullTest`), so `_to_json` and `_from_json` there
+  returns is kept with the evaluation (`evaluations.FloorTest`), so `_to_json` and `_from_json` there
   must write and read a further field.
 - A correction for many comparisons: in the place of `holm`, which is called by `api.compare` for
   all comparisons of a call and by `report.difference_table` for all cells of a table. Which p count
@@ -47,7 +47,7 @@ from calibeval.evaluations import (
     finite,
     quantile,
 )
-from calibeval.measures import COMPARED_BY_SQUARE, METRICS, WITH_FLOOR, WITH_INTERVAL
+from calibeval.measures import COMPARED_BY_SQUARE, METRICS, WITH_FLOOR, WITH_INTERVAL, Among
 from calibeval.squared_error import root_of_square, shrinkage
 
 LOW_MASS = 0.9  # letter mass below which the letters are not what the model wants to say
@@ -55,6 +55,11 @@ NORMAL_QUANTILE = 1.959964  # of the standard normal distribution, at HIGH
 # Below this a number is 0 but for rounding.
 ROUNDING = 1e-12
 MANY_DEGREES = 1e6  # of freedom: Student's distribution is the normal one
+# The power of r, Student's quantile over the normal one, by which `seed_inflation` multiplies the
+# questions' part of what seeds differ by. It is fitted (tests/eval/interval_coverage.py): with 0
+# the intervals of seeds that do not differ cover more than 0.98, and with 2 those of seeds that
+# differ by about as much as their question noise cover less than 0.93.
+NOISE_EXPONENT = 1.5
 FAMILY_LEVEL = SIGNIFICANCE  # how probable one false finding or more may be among comparisons
 
 
@@ -65,23 +70,43 @@ class Estimate:
     Attributes:
         value: The number.
         low, high: The ends of its 95 % interval, where one is known to cover.
-        null_q95: Of calibration errors only: the 95th percentile of what calibrated models with
-            these confidences read. It is printed as "floor". Over several seeds it is the mean of
-            the seeds' percentiles, which is more than the 95th percentile of such a mean.
-        p: Of calibration errors only: the share of those models that read as much as this one.
-            Over S seeds it is S times the least of the seeds' shares, at most 1: a bound of the
-            p-value of all seeds being calibrated. It is not derived from `null_q95`, so a mean
-            below the floor may have a small p, and one above it a large p.
-        p_none: Of differences with an interval only: the two-sided p-value of there being none, in
-            the mean over seeds and questions. It is below 0.05 where the interval leaves out 0.
+        floor: Of calibration errors only: the 95th percentile of what calibrated models with
+            these confidences read. Over several seeds it is the mean of the seeds' percentiles,
+            which is more than the 95th percentile of such a mean.
+        p_calibrated: Of calibration errors only: the share of those models that read as much as
+            this one. Over S seeds it is S times the least of the seeds' shares, at most 1: a bound
+            of the p-value of all seeds being calibrated. It is not derived from `floor`, so a mean
+            below the floor may have a small p, and one above it a large p. JSON and tables call it
+            "p", as a calibration error has no other.
+        p_no_difference: Of differences with an interval only: the two-sided p-value of there being
+            none, in the mean over seeds and questions. It is below 0.05 where the interval leaves
+            out 0. It is the "p" of `compare`.
     """
 
     value: float | None = None
     low: float | None = None
     high: float | None = None
-    null_q95: float | None = None
-    p: float | None = None
-    p_none: float | None = None
+    floor: float | None = None
+    p_calibrated: float | None = None
+    p_no_difference: float | None = None
+
+    @property
+    def null_q95(self) -> float | None:
+        """What `floor` was called until 0.1."""
+        _warn_of_former_field("null_q95", "floor")
+        return self.floor
+
+    @property
+    def p(self) -> float | None:
+        """What `p_calibrated` was called until 0.1."""
+        _warn_of_former_field("p", "p_calibrated")
+        return self.p_calibrated
+
+    @property
+    def p_none(self) -> float | None:
+        """What `p_no_difference` was called until 0.1."""
+        _warn_of_former_field("p_none", "p_no_difference")
+        return self.p_no_difference
 
     @property
     def significant(self) -> bool:
@@ -96,8 +121,8 @@ class Estimate:
             "value": self.value,
             "low": self.low,
             "high": self.high,
-            "floor": self.null_q95,
-            "p": self.p,
+            "floor": self.floor,
+            "p": self.p_calibrated,
         }
 
     def __str__(self) -> str:
@@ -106,9 +131,14 @@ class Estimate:
         text = f"{self.value:.4f}"
         if self.low is not None:
             text += f" [{self.low:.4f}, {self.high:.4f}]"
-        if self.null_q95 is not None:
-            text += f" floor {self.null_q95:.3f}, p {self.p:.3f}"
+        if self.floor is not None:
+            text += f" floor {self.floor:.3f}, p {self.p_calibrated:.3f}"
         return text
+
+
+def _warn_of_former_field(former: str, name: str) -> None:
+    """Say what a field of `Estimate` is called now, at the line that reads the former name."""
+    warnings.warn(f"Estimate.{former} is Estimate.{name} now", FutureWarning, stacklevel=3)
 
 
 class Side(NamedTuple):
@@ -121,61 +151,68 @@ class Side(NamedTuple):
     # None where there are too many units to keep.
     unit_values: np.ndarray | None = None
 
-    def times(self, weight: float) -> "Side":
-        """The side with its values, draws and units' values times a weight."""
+    def weighted(self, weight: float) -> "Side":
+        """Return the side with its values, draws and units' values multiplied by a weight."""
         unit_values = None if self.unit_values is None else weight * self.unit_values
         return Side(weight * self.values, weight * self.draws, self.clusters, unit_values)
 
 
-def estimate(seeds: Sequence[Evaluation], metric: str, confidence: str) -> Estimate:
+def estimate(seeds: Sequence[Evaluation], metric: str, among: Among) -> Estimate:
     """Return a metric of one evaluation, or its mean over seeds, with a 95 % interval or a floor.
 
     For a metric that is compared by its square, `rms_debiased`, it is the root of the mean of the
-    squared errors. The value is None where an evaluation has no such confidence. Raises
+    squared errors. The value is None where an evaluation has no confidence among these. Raises
     `InputError` where the questions differ.
     """
     same_questions(seeds)
-    if any(confidence not in evaluation.confidences for evaluation in seeds):
+    if any(among not in evaluation.confidences for evaluation in seeds):
         return Estimate()
-    null_q95 = p = None
+    floor = None
+    p_calibrated = None
     if metric in WITH_FLOOR:
-        tests = [evaluation.floors[confidence][metric] for evaluation in seeds]
-        null_q95 = float(np.mean([test.null_q95 for test in tests]))
+        tests = [evaluation.floor_tests[among][metric] for evaluation in seeds]
+        floor = float(np.mean([test.floor for test in tests]))
         # Seeds answer the same questions, so their p-values depend on each other: Bonferroni's
         # bound.
-        p = min(1.0, len(seeds) * min(test.p for test in tests))
-    side = _side(seeds, metric, confidence)
+        p_calibrated = min(1.0, len(seeds) * min(test.p for test in tests))
+    side = _side(seeds, metric, among)
     if metric in COMPARED_BY_SQUARE:
         root = float(root_of_square(side.values.mean()))
-        return Estimate(root, null_q95=null_q95, p=p)
+        return Estimate(root, floor=floor, p_calibrated=p_calibrated)
     mean = estimate_mean(side, METRICS[metric].lowest, METRICS[metric].highest)
-    return Estimate(mean.value, mean.low, mean.high, null_q95, p)
+    return Estimate(mean.value, mean.low, mean.high, floor, p_calibrated)
 
 
 def difference(
     a: Sequence[Evaluation],
     b: Sequence[Evaluation],
     metric: str,
-    confidence: str,
+    among: Among,
     paired: bool = True,
 ) -> Estimate:
-    """Return b − a as a `contrast`; each side is one evaluation, or those of one row's seeds."""
-    return contrast([(-1, a), (1, b)], metric, confidence, paired)
+    """Return b − a as a `contrast`; each side is one evaluation, or those of one row's seeds.
+
+    Sides of unequal numbers of seeds are compared without pairs, whatever `paired` says.
+    """
+    return contrast([(-1, a), (1, b)], metric, among, paired)
 
 
 def contrast(
     terms: Sequence[tuple[int, Sequence[Evaluation]]],
     metric: str,
-    confidence: str = "choices",
+    among: Among = "choices",
     paired: bool = True,
 ) -> Estimate:
     """Return Σ weight × a metric's mean over each term's seeds, with its 95 % interval.
 
-    How far an effect is another one in another setting: (1, b′), (−1, a′), (−1, b), (1, a). Terms
-    with as many seeds each are paired in their order, if `paired`. A metric that is compared by its
-    square, `rms_debiased`, is taken as the *squared* error (what miscalibration adds to the Brier
-    score of the likeliest choice): roots differ irregularly near 0, so no interval of theirs is
-    known to cover. Where subjects are resampled, none is known for the squares either.
+    How far an effect is another one in another setting: (1, b′), (−1, a′), (−1, b), (1, a). If
+    `paired`, the terms' seeds are paired in their order, so the first of each must be alike. Terms
+    with unequal numbers of seeds have no pairs: they are compared without, whatever `paired` says,
+    and whoever prints the estimate must say so, as `calibeval.report` does. A metric that is
+    compared by its square, `rms_debiased`, is taken as the *squared* error (what miscalibration
+    adds to the Brier score of the likeliest choice): roots differ irregularly near 0, so no
+    interval of theirs is known to cover. Where subjects are resampled, none is known for the
+    squares either.
 
     What seeds differ by is added for the terms that have two seeds or more. For a term of a single
     run it counts as 0: the interval covers the questions and the other terms' seeds. That is right
@@ -185,12 +222,12 @@ def contrast(
     """
     everything = [evaluation for _, seeds in terms for evaluation in seeds]
     same_questions(everything)
-    if any(confidence not in evaluation.confidences for evaluation in everything):
+    if any(among not in evaluation.confidences for evaluation in everything):
         return Estimate()
     if metric in COMPARED_BY_SQUARE and everything[0].cluster is None:
-        sides = _square_sides(terms, metric, confidence)
+        sides = _square_sides(terms, metric, among)
     else:
-        sides = [_side(seeds, metric, confidence).times(weight) for weight, seeds in terms]
+        sides = [_side(seeds, metric, among).weighted(weight) for weight, seeds in terms]
     return estimate_sum(*sides, paired=paired)
 
 
@@ -219,13 +256,14 @@ def estimate_mean(side: Side, lowest: float = -math.inf, highest: float = math.i
 def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
     """Return the sum of the sides' means over seeds, with a 95 % interval if all draws are finite.
 
-    It is a difference where a side's weight is negative (`Side.times`). Sides of as many seeds are
-    paired in their order, if `paired`. Draws that do not vary say nothing of other questions,
+    It is a difference where a side's weight is negative (`Side.weighted`). If `paired`, the sides'
+    seeds are paired in their order; sides with unequal numbers of seeds have no pairs and are
+    summed without (`are_paired` tells). Draws that do not vary say nothing of other questions,
     unless the sum is 0 for every seed: sides that agree in every resample agree on any questions.
     Where the sides differ in few questions or subjects, p is at least that of a sign test
     (`sign_test_p`), and the interval holds 0 where that is not below 0.05.
     """
-    if paired and len({len(side.values) for side in sides}) == 1:
+    if paired and are_paired(sides):
         sides = (_in_pairs(sides),)
     value = finite(float(sum(side.values.mean() for side in sides)))
     if value is None:
@@ -239,12 +277,17 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
         return Estimate(value)
     # p follows from the interval and not from the draws, so that the two never disagree.
     half_width = value - low if value > 0 else high - value
-    p_none = two_sided_p(value, half_width, degrees_of_freedom(sides))
+    student_p = two_sided_p(value, half_width, degrees_of_freedom(sides))
     sign_p = sign_test_p(value, _summed(sides), _summed_units(sides))
     if sign_p >= SIGNIFICANCE:
         low = min(low, 0.0)
         high = max(high, 0.0)
-    return Estimate(value, low, high, p_none=max(p_none, sign_p))
+    return Estimate(value, low, high, p_no_difference=max(student_p, sign_p))
+
+
+def are_paired(sides: Sequence[Side]) -> bool:
+    """Whether `estimate_sum` can pair the sides' seeds: each side has as many."""
+    return len({len(side.values) for side in sides}) == 1
 
 
 def sign_test_p(
@@ -371,7 +414,8 @@ def degrees_of_freedom(sides: Sequence[Side]) -> float:
 def _own_noise(side: Side) -> float:
     """The question noise that each seed has for itself.
 
-    It is the mean variance less the mean covariance of the seeds' draws.
+    It is the mean variance less the mean covariance of the seeds' draws. The covariance is the
+    noise that seeds share, since they answer the same questions.
     """
     seeds = len(side.values)
     covariance = np.cov(side.draws)
@@ -414,16 +458,16 @@ def _summed_units(sides: Sequence[Side]) -> np.ndarray | None:
 def seed_inflation(sides: Sequence[Side]) -> float:
     """Return how much wider than its question noise an interval of means over seeds must be.
 
-    sqrt(1 + (Σ over sides of max(0, r² s² − r^1.5 o) / S) / q), where
+    The seeds' own variance is s² − o, and since few seeds show it badly one would expect it r²
+    times. With r² o the intervals cover too little, so o is taken off r^e times only, where
+    e = `NOISE_EXPONENT` is fitted by simulation. The factor is
+
+    sqrt(1 + (Σ over sides of max(0, r² s² − r^e o) / S) / q), where
 
         q   variance of the resampled sum, which is due to the questions
         s²  variance of a side's S values, due to the seeds and to the questions
         o   the part of s² due to the questions, which each seed has for itself (`_own_noise`)
         r   Student's quantile of S − 1 degrees of freedom over the normal one
-
-    With s² − o for the seeds' own variance one would expect r² (s² − o). The exponent 1.5 is chosen
-    between 0 and 2 by simulation: o alone makes seeds that do not differ cover more than 0.98, and
-    r² o makes seeds that differ by about o cover less than 0.93.
     """
     question_variance = _summed(sides).var(ddof=1)
     if not question_variance:
@@ -433,40 +477,41 @@ def seed_inflation(sides: Sequence[Side]) -> float:
         seeds = len(side.values)
         if seeds > 1:
             ratio = student_quantile(seeds - 1) / NORMAL_QUANTILE
-            spread = ratio**2 * side.values.var(ddof=1) - ratio**1.5 * _own_noise(side)
+            own_noise = ratio**NOISE_EXPONENT * _own_noise(side)
+            spread = ratio**2 * side.values.var(ddof=1) - own_noise
             seed_variance += max(spread, 0.0) / seeds
     return math.sqrt(1 + seed_variance / question_variance)
 
 
-def _side(seeds: Sequence[Evaluation], metric: str, confidence: str) -> Side:
+def _side(seeds: Sequence[Evaluation], metric: str, among: Among) -> Side:
     """A metric's values, squared if it is compared by squares, and draws if it has an interval."""
     if metric in COMPARED_BY_SQUARE:
-        values = np.array([evaluation.squares[confidence][metric].observed for evaluation in seeds])
+        values = np.array([evaluation.squares[among][metric].observed for evaluation in seeds])
     else:
-        values = np.array([evaluation.values[confidence][metric] for evaluation in seeds], float)
+        values = np.array([evaluation.values[among][metric] for evaluation in seeds], float)
     if metric in WITH_INTERVAL:
-        draws = np.stack([evaluation.draws[confidence][metric] for evaluation in seeds])
+        draws = np.stack([evaluation.draws[among][metric] for evaluation in seeds])
     else:
         draws = np.full((len(seeds), 1), np.nan)
     clusters = seeds[0].subjects if seeds[0].cluster else None
-    return Side(values, draws, clusters, _unit_values(seeds, metric, confidence))
+    return Side(values, draws, clusters, _unit_values(seeds, metric, among))
 
 
-def _unit_values(seeds: Sequence[Evaluation], metric: str, confidence: str) -> np.ndarray | None:
+def _unit_values(seeds: Sequence[Evaluation], metric: str, among: Among) -> np.ndarray | None:
     """The units' own values in the metrics by which they differ, (S, M, U).
 
     A unit differs in a mean if its own value does. A rank or an error over bins may also differ
     where no unit's own does, so there a unit differs that does so in any metric.
     """
     names = [metric] if METRICS[metric].is_mean else list(WITH_INTERVAL)
-    by_seed = [evaluation.unit_values.get(confidence, {}) for evaluation in seeds]
+    by_seed = [evaluation.unit_values.get(among, {}) for evaluation in seeds]
     if not all(name in of_seed for of_seed in by_seed for name in names):
         return None
     return np.stack([[of_seed[name] for name in names] for of_seed in by_seed])
 
 
 def _square_sides(
-    terms: Sequence[tuple[int, Sequence[Evaluation]]], metric: str, confidence: str
+    terms: Sequence[tuple[int, Sequence[Evaluation]]], metric: str, among: Among
 ) -> list[Side]:
     """The weighted sides of a contrast of squared calibration errors.
 
@@ -476,14 +521,15 @@ def _square_sides(
     noise_parts = []  # A, (S, R) for each term
     gap_parts = []  # B + D
     for _, seeds in terms:
-        squares = [evaluation.squares[confidence][metric] for evaluation in seeds]
-        noise_parts.append(np.stack([square.noise for square in squares]))
-        gap_parts.append(np.stack([square.gaps for square in squares]))
+        squares = [evaluation.squares[among][metric] for evaluation in seeds]
+        noise_parts.append(np.stack([square.noise_part for square in squares]))
+        gap_parts.append(np.stack([square.gap_part for square in squares]))
     kappa = shrinkage(_weighted_sum(terms, noise_parts), _weighted_sum(terms, gap_parts))
     sides = []
-    for (weight, seeds), noise, gaps in zip(terms, noise_parts, gap_parts, strict=True):
-        side = _side(seeds, metric, confidence)
-        sides.append(side._replace(draws=noise + kappa * gaps).times(weight))
+    for (weight, seeds), noise_part, gap_part in zip(terms, noise_parts, gap_parts, strict=True):
+        side = _side(seeds, metric, among)
+        draws = noise_part + kappa * gap_part
+        sides.append(side._replace(draws=draws).weighted(weight))
     return sides
 
 
@@ -513,7 +559,7 @@ def p_of_comparison(metric: str, difference: Estimate) -> float | None:
 
     A metric of which neither direction is better, `ece_signed`, is shown and not compared.
     """
-    return None if METRICS[metric].better == "neither" else difference.p_none
+    return None if METRICS[metric].better == "neither" else difference.p_no_difference
 
 
 def better(metric: str, found: Estimate) -> str | None:
@@ -536,13 +582,12 @@ _MOVED_FROM_EVALUATIONS = (
     "RESAMPLES",
     "TooFewClusters",
     "code_digest",
-    "consistency",
     "in_order",
     "load",
     "measure",
     "reliability",
 )
-_RENAMED = {"Run": "Evaluation", "samples": "samples_of"}
+_RENAMED = {"Run": "Evaluation", "consistency": "floor_tests", "samples": "samples_of"}
 _MOVED_FROM_COMPARABLE = ("same_normaliser", "same_prompts")
 
 

@@ -66,7 +66,7 @@ class Quantity:
     """
 
     task: str
-    confidence: str
+    confidence: measures.Among
     normalise: str | None = None
     metric: str = SQUARED_ERROR
     scale: int = DEFAULT_SCALE
@@ -451,7 +451,7 @@ def _with_normalized_logits(path: Path, state: tuple[int, int]) -> evaluations.E
     scores.confidence = centered.max(1) / np.maximum(np.linalg.norm(centered, axis=1), 1e-12)
     (value,) = measures.aurc(Sample(scores))
     resamples = measures.resamples(len(observed), evaluations.RESAMPLES)
-    draws = np.concatenate([measures.aurc(Sample(scores, times)) for times in resamples])
+    draws = np.concatenate([measures.aurc(Sample(scores, counts)) for counts in resamples])
     return replace(
         evaluations.load(path),
         values={"choices": {"aurc": value}},

@@ -214,16 +214,16 @@ def read_answers(path: Path) -> Answers:
     records = evaluations.in_order(record_files.read(path))
     values: dict[str, dict[str, float]] = {}
     draws: dict[str, dict[str, np.ndarray]] = {}
-    calibrated_ece = {}
+    calibrated_ece: dict[str, float] = {}
     for confidence in evaluations.CONFIDENCES:
         sample = Sample(measures.scores(records, confidence))
         names = ("accuracy", "ece", "nll")
         values[confidence] = {name: float(METRICS[name](sample)[0]) for name in names}
         parts: dict[str, list[np.ndarray]] = {"accuracy": [], "nll": []}
-        for times in measures.resamples(len(records), evaluations.RESAMPLES):
-            resampled = Sample(sample.scores, times)
+        for counts in measures.resamples(len(records), evaluations.RESAMPLES):
+            resampled = Sample(sample.scores, counts)
             for name, some in parts.items():
                 some.append(METRICS[name](resampled))
         draws[confidence] = {name: np.concatenate(some) for name, some in parts.items()}
-        calibrated_ece[confidence] = evaluations.consistency(sample, ("ece",)).pop("ece").null_q95
+        calibrated_ece[confidence] = evaluations.floor_tests(sample, ("ece",)).pop("ece").floor
     return Answers(values, draws, calibrated_ece)

@@ -13,7 +13,8 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
 
     `runs` are the numbers of right answers to each problem, a list a seed, by the setting's name.
     [low, high] is a 95 % interval over problems and seeds (`stats.estimate_sum`), and a difference
-    is paired by problem, and by seed where both sides have as many.
+    is paired by problem, and by seed where both sides have as many. Where they have not, a sentence
+    below the tables says so.
     """
     problems = len(next(iter(runs.values()))[0])
     resamples = list(measures.resamples(problems, evaluations.RESAMPLES))
@@ -24,9 +25,12 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
         estimates = [stats.estimate_mean(side, 0, 1) for side in columns]
         setting_rows.append([name, len(runs[name]), *map(str, estimates)])
     difference_rows = []
+    not_paired = []
     for minus, plus in combinations(sides, 2):
+        if not stats.are_paired([sides[minus][0], sides[plus][0]]):
+            not_paired.append(f"{plus} less {minus}")
         estimates = [
-            stats.estimate_sum(minus_side.times(-1), plus_side)
+            stats.estimate_sum(minus_side.weighted(-1), plus_side)
             for minus_side, plus_side in zip(sides[minus], sides[plus], strict=True)
         ]
         difference_rows.append([plus, minus, *map(str, estimates)])
@@ -35,6 +39,8 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
         headings = ["", heading, "pass@1", f"pass@{samples}"]
         texts.append(tabulate(rows, headings, "github", disable_numparse=True))
     note = f"{problems} problems; [low, high]: 95 % over problems and seeds.\n"
+    if not_paired:
+        note += f"Not paired by seed, since the numbers of seeds differ: {', '.join(not_paired)}.\n"
     return "\n\n".join([*texts, note])
 
 

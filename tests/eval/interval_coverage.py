@@ -176,7 +176,7 @@ def simulated_evaluation(
         confidences=("choices",),
         reliability={},
         values={"choices": {name: float(METRICS[name](observed)[0]) for name in regular}},
-        floors={},
+        floor_tests={},
         draws={"choices": {name: METRICS[name](resampled) for name in regular}},
         squares={
             "choices": {
@@ -296,13 +296,13 @@ class SubjectCell:
         rng = np.random.default_rng(zlib.crc32(repr(self).encode()))
         subject_of = np.arange(self.n) % self.subjects
         clusters = subject_of if self.by_subject else None
-        times = np.concatenate(list(resamples(self.n, DRAWS, clusters)))
+        counts = np.concatenate(list(resamples(self.n, DRAWS, clusters)))
         held = {name: [0, 0] for name in names}
         for _ in range(replications):
             both = [
                 simulated_evaluation(
                     Sample(some),
-                    Sample(some, times),
+                    Sample(some, counts),
                     names,
                     self.subjects if self.by_subject else None,
                 )
@@ -328,7 +328,7 @@ def false_findings(pairs: int, n: int, replications: int) -> tuple[float, float]
     rng = np.random.default_rng(0)
     world = WORLDS[0]
     size = world.size_of(0.035)
-    times = np.concatenate(list(resamples(n, evaluations.RESAMPLES)))
+    counts = np.concatenate(list(resamples(n, evaluations.RESAMPLES)))
     alone = 0
     corrected = 0
     for _ in range(replications):
@@ -336,11 +336,13 @@ def false_findings(pairs: int, n: int, replications: int) -> tuple[float, float]
         for _ in range(pairs):
             labels, exact = world.posterior(n, 2, rng)
             both = [Scores(world.stated(of_model, size), labels) for of_model in exact]
-            made = [simulated_evaluation(Sample(some), Sample(some, times), names) for some in both]
+            made = [
+                simulated_evaluation(Sample(some), Sample(some, counts), names) for some in both
+            ]
             for name in names:
                 estimates.append(stats.difference(made[:1], made[1:], name, "choices"))
         alone += any(found.significant for found in estimates)
-        corrected += any(stats.holm([found.p_none for found in estimates]))
+        corrected += any(stats.holm([found.p_no_difference for found in estimates]))
     return alone / replications, corrected / replications
 
 

@@ -267,6 +267,7 @@ def test_the_command_line_has_every_option_of_a_request():
     [
         ("Run", evaluations, "Evaluation"),
         ("load", evaluations, "load"),
+        ("consistency", evaluations, "floor_tests"),
         ("samples", evaluations, "samples_of"),
         ("same_prompts", comparable, "same_prompts"),
     ],
@@ -277,3 +278,14 @@ def test_names_of_stats_that_moved_are_there_with_a_warning(old, module, new):
     assert moved is getattr(module, new)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         getattr(stats, "nonsense")  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("former", "name"),
+    [("null_q95", "floor"), ("p", "p_calibrated"), ("p_none", "p_no_difference")],
+)
+def test_fields_of_an_estimate_are_there_by_their_former_names_with_a_warning(former, name):
+    estimate = stats.Estimate(0.1, **{name: 0.25})
+    with pytest.warns(FutureWarning, match=f"Estimate.{former} is Estimate.{name} now") as caught:
+        assert getattr(estimate, former) == 0.25
+    assert caught[0].filename == __file__

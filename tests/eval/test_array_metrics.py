@@ -92,7 +92,7 @@ def test_uncertainty_is_that_of_files(answers, of_file, name):
     found = getattr(metrics, name)(*answers, interval=True)
     expected = of_file[name]
     assert found.value == pytest.approx(expected.value, abs=1e-9)
-    for key in ("low", "high", "null_q95"):
+    for key in ("low", "high", "floor"):
         known = getattr(expected, key)
         assert (getattr(found, key) is None) == (known is None), key
         if known is not None:

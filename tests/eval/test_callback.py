@@ -81,9 +81,9 @@ def command_figures(mmlu, tmp_path):
             "eval_mmlu_accuracy": stats.estimate([run], "accuracy", "choices").value,
             "eval_mmlu_nll": stats.estimate([run], "nll", "choices").value,
             "eval_mmlu_ece": choices.value,
-            "eval_mmlu_ece_floor": choices.null_q95,
+            "eval_mmlu_ece_floor": choices.floor,
             "eval_mmlu_ece_vocabulary": vocabulary.value,
-            "eval_mmlu_ece_vocabulary_floor": vocabulary.null_q95,
+            "eval_mmlu_ece_vocabulary_floor": vocabulary.floor,
         }
 
     return figures

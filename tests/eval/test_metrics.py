@@ -82,10 +82,10 @@ def test_metrics_do_not_depend_on_the_order_of_questions(n, seed, choices, ties)
 def test_a_resample_is_a_sample_of_copied_questions(n, seed, ties):
     """Counting questions gives what copying them gives, for every metric that is resampled."""
     probs, labels = draw(n, seed, calibrated=bool(seed % 2), ties=ties)
-    times = next(resamples(n, 3))
-    sample = Sample(scored(probs, labels), times)
-    for row, counts in enumerate(times.astype(int)):
-        copied = np.repeat(np.arange(n), counts)
+    counts = next(resamples(n, 3))
+    sample = Sample(scored(probs, labels), counts)
+    for row, counts_of_row in enumerate(counts.astype(int)):
+        copied = np.repeat(np.arange(n), counts_of_row)
         expected = values_of(scored(probs[copied], labels[copied]))
         for name in (*WITH_INTERVAL, "ece", "rms", "rms_debiased", "mcb", "dsc"):
             value = METRICS[name](sample)[row]
@@ -100,7 +100,7 @@ OF_LABELS = ("nll", "brier")
 def test_simulated_answers_are_read_and_not_the_observed_ones(name):
     """For a floor, the same questions are read with other answers: a constant would be no test."""
     scores = scored(*draw(300, 3, calibrated=False))
-    (simulated,) = measures.calibrated(scores, 8)
+    (simulated,) = measures.simulated_answers(scores, 8)
     if name in OF_LABELS:
         with pytest.raises(ValueError, match="a metric that needs that has no floor"):
             METRICS[name](simulated)
@@ -116,14 +116,14 @@ def test_a_metric_that_reads_the_observed_answers_is_told():
     observed_accuracy = measures.Metric(
         lambda sample: sample.mean(sample.scores.correct), "higher", "floor", "Acc"
     )
-    (simulated,) = measures.calibrated(scored(*draw(300, 3)), 8)
+    (simulated,) = measures.simulated_answers(scored(*draw(300, 3)), 8)
     with pytest.raises(ValueError, match=r"returned shape \(1,\) of 8 samples; expected \(8,\)"):
         observed_accuracy(simulated)
 
 
 def test_a_calibrated_models_p_is_uniform():
     tests = [
-        evaluations.consistency(Sample(scored(*draw(200, seed))), [*WITH_FLOOR], simulations=99)
+        evaluations.floor_tests(Sample(scored(*draw(200, seed))), [*WITH_FLOOR], simulations=99)
         for seed in range(60)
     ]
     for name in WITH_FLOOR:
@@ -137,14 +137,14 @@ def test_the_floor_is_the_95th_percentile_of_calibrated_models():
     floors = []
     for seed in range(60):
         sample = Sample(scored(*draw(200, seed)))
-        floors.append(evaluations.consistency(sample, ["ece"], simulations=99)["ece"].null_q95)
+        floors.append(evaluations.floor_tests(sample, ["ece"], simulations=99)["ece"].floor)
     read = [values_of(scored(*draw(200, seed)))["ece"] for seed in range(100, 220)]
     assert np.mean(floors) == pytest.approx(np.quantile(read, 0.95), rel=0.15)
 
 
 def test_a_miscalibrated_model_reads_more_than_all_calibrated_ones():
     sample = Sample(scored(*draw(300, 1, calibrated=False)))
-    tests = evaluations.consistency(sample, [*WITH_FLOOR], simulations=99)
+    tests = evaluations.floor_tests(sample, [*WITH_FLOOR], simulations=99)
     assert all(test.p == 0.01 for test in tests.values())
 
 
@@ -229,7 +229,7 @@ def test_murphys_parts_add_up_to_the_brier_score():
 
 def test_recalibration_increases_with_the_confidence():
     sample = Sample(scored(*draw(500, calibrated=False)))
-    assert (np.diff(measures.recalibrated(sample)[0]) >= 0).all()
+    assert (np.diff(measures.isotonic_fit(sample)[0]) >= 0).all()
 
 
 def renormalised(probs: np.ndarray, labels: np.ndarray, mass: np.ndarray) -> Scores:
@@ -250,7 +250,7 @@ def test_equal_choices_are_ties_whatever_rounding_leaves():
     assert (sample.bins.count[0] > 0).sum() == 1
     assert measures.rms(sample)[0] == pytest.approx(abs(scores.correct.mean() - 0.2))
     assert measures.aurc(sample)[0] == pytest.approx(1 - scores.correct.mean())
-    assert np.ptp(measures.recalibrated(sample)) == 0
+    assert np.ptp(measures.isotonic_fit(sample)) == 0
 
 
 @pytest.mark.parametrize("choices", [2, 3, 4, 5, 6, 10, 15])

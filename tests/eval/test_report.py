@@ -207,10 +207,10 @@ def test_bold_is_what_survives_among_all_comparisons(project, tmp_path):
     p_values = []
     for line in table.lines:
         base = results.reference(line.row)
-        for group in results.groups:
+        for group in results.data_sets:
             pairing = report.pair(base, line.row, group)
             for column in report._difference_columns(columns):
-                p_values.append(pairing.difference(column).p_none)
+                p_values.append(pairing.difference(column).p_no_difference)
     assert [cell.bold for cell in cells] == stats.holm(p_values)
     assert sum(p is not None and p < 0.05 for p in p_values) >= sum(cell.bold for cell in cells) > 0
     assert f"for the {len(p_values)} comparisons of this table" in table.markdown()
@@ -362,9 +362,9 @@ def differences(project):
 
 def test_differences_have_their_columns(differences):
     _, table = differences
-    assert table.keys == ["Model", "β", "Seeds"]
+    assert table.heads_before == ["Model", "β", "Seeds"]
     assert table.heads == ["Acc ↑", "NLL ↓", "MSCE × 1000 ↓"]
-    assert [line.keys[1:] for line in table.lines] == [["base", "1 − 2"], ["0.1", "2"]]
+    assert [line.cells_before[1:] for line in table.lines] == [["base", "1 − 2"], ["0.1", "2"]]
 
 
 @pytest.mark.parametrize(("place", "paired"), [(0, False), (1, True)])

@@ -31,10 +31,10 @@ def test_calibration_errors_of_a_calibrated_model_lie_below_their_floors(tmp_pat
     run = evaluations.load(write_records(tmp_path / "a.jsonl", 4000))
     for name in ("ece", "rms", "rms_debiased"):
         found = single(name, run)
-        assert found.value < found.null_q95, name
-        assert found.p > 0.05, name
+        assert found.value < found.floor, name
+        assert found.p_calibrated > 0.05, name
         assert found.low is found.high is None, name
-    assert stats.estimate([run], "ece", "vocabulary").p == 2e-3
+    assert stats.estimate([run], "ece", "vocabulary").p_calibrated == 2e-3
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +164,8 @@ def seeds(tmp_path_factory):
     ("metric", "keys"),
     [
         ("nll", ("value", "low", "high")),
-        ("rms_debiased", ("value", "null_q95")),
-        ("ece", ("value", "null_q95")),
+        ("rms_debiased", ("value", "floor")),
+        ("ece", ("value", "floor")),
     ],
 )
 def test_equal_seeds_are_as_uncertain_as_one(seeds, metric, keys):
@@ -188,7 +188,7 @@ def test_the_debiased_error_over_seeds_is_the_root_of_the_mean_square(seeds):
     joined = single("rms_debiased", *seeds)
     # One squared error is below 0, its figure 0.
     assert joined.value == pytest.approx(np.sqrt(np.mean(squares)), abs=2e-3)
-    assert joined.p == pytest.approx(min(1, 3 * 2e-3))
+    assert joined.p_calibrated == pytest.approx(min(1, 3 * 2e-3))
     assert joined.low is None
 
 
@@ -237,13 +237,13 @@ def test_some_metrics_are_those_of_all(by_subject):
         for name, draws in some.draws[confidence].items():
             np.testing.assert_array_equal(draws, every.draws[confidence][name])
         np.testing.assert_array_equal(
-            some.squares[confidence]["rms_debiased"].gaps,
-            every.squares[confidence]["rms_debiased"].gaps,
+            some.squares[confidence]["rms_debiased"].gap_part,
+            every.squares[confidence]["rms_debiased"].gap_part,
         )
     with pytest.raises(InputError, match="metrics: no 'nlll'; expected accuracy, nll"):
         evaluations.measure(records.read(path), metrics=["nlll"])
     assert some.questions_sha256 == every.questions_sha256
-    assert not some.floors
+    assert not some.floor_tests
     assert not some.reliability
 
 
@@ -397,19 +397,19 @@ def test_p_is_below_5_percent_where_the_interval_leaves_out_0(seeds, by_subject)
     for a, b in pairs:
         for metric in measures.WITH_INTERVAL:
             found = stats.difference(a, b, metric, "choices")
-            assert (found.p_none < 0.05) == found.significant, metric
+            assert (found.p_no_difference < 0.05) == found.significant, metric
 
 
 def changed_answers(placements: int, questions: int, changed: int) -> list[stats.Estimate]:
     """Differences of accuracies where so many answers, anywhere, are right in one run alone."""
     rng = np.random.default_rng(changed)
-    times = np.concatenate([*measures.resamples(questions, evaluations.RESAMPLES)])
+    counts = np.concatenate([*measures.resamples(questions, evaluations.RESAMPLES)])
     found = []
     for _ in range(placements):
         places = rng.choice(questions, changed, replace=False)
-        draws = times[:, places].sum(1) / questions
+        draws = counts[:, places].sum(1) / questions
         side = stats.Side(np.array([changed / questions]), draws[None])
-        found += [stats.estimate_sum(side), stats.estimate_sum(side.times(-1))]
+        found += [stats.estimate_sum(side), stats.estimate_sum(side.weighted(-1))]
     return found
 
 
@@ -418,8 +418,8 @@ def test_few_changed_answers_are_no_difference(changed):
     """Of 1, 2 or 3 answers in 1,000, some 42 % of placements were called different, of 4 all."""
     for found in changed_answers(200, 1000, changed):
         assert not found.significant
-        assert found.p_none > 0.05
-        assert found.p_none == pytest.approx(min(1, 2 * 0.5**changed), rel=0.5)
+        assert found.p_no_difference > 0.05
+        assert found.p_no_difference == pytest.approx(min(1, 2 * 0.5**changed), rel=0.5)
 
 
 def test_five_changed_answers_are_no_difference_but_rarely():
@@ -434,7 +434,7 @@ def test_seeds_that_differ_in_opposite_ways_do_not_agree():
     found = stats.estimate_sum(side)
     assert found.value == 0
     assert found.low is None
-    assert found.p_none is None
+    assert found.p_no_difference is None
     same = stats.Side(np.zeros(2), np.zeros((2, 9)))
     assert (stats.estimate_sum(same).low, stats.estimate_sum(same).high) == (0, 0)
 
@@ -443,7 +443,7 @@ def test_ten_changed_answers_are_a_difference():
     """The sign test's p is 0.002."""
     for found in changed_answers(50, 1000, 10):
         assert found.significant
-        assert found.p_none < 0.05
+        assert found.p_no_difference < 0.05
 
 
 def changed_subjects(
@@ -473,7 +473,7 @@ def changed_subjects(
     a = evaluations.load(write_lines(folder / "a.jsonl", rows_a), cluster=cluster)
     b = evaluations.load(write_lines(folder / "b.jsonl", rows_b), cluster=cluster)
     found = difference(metric, a, b)
-    assert found.significant == (found.p_none < 0.05)
+    assert found.significant == (found.p_no_difference < 0.05)
     return found
 
 
@@ -486,14 +486,14 @@ def test_changed_subjects_have_an_exact_sign_test(tmp_path, subjects, size, chan
     Of ten questions it was the same.
     """
     found = changed_subjects(tmp_path, subjects, changed, size)
-    assert found.p_none == pytest.approx(min(1, 2 * 0.5**changed), rel=0.01)
+    assert found.p_no_difference == pytest.approx(min(1, 2 * 0.5**changed), rel=0.01)
 
 
 @pytest.mark.parametrize("metric", ["aurc", "nll", "brier"])
 @pytest.mark.parametrize("changed", [4, 5])
 def test_other_metrics_of_changed_subjects_have_a_sign_test(tmp_path, metric, changed):
     found = changed_subjects(tmp_path, 10, changed, 20, metric)
-    assert found.p_none == pytest.approx(2 * 0.5**changed, rel=0.01)
+    assert found.p_no_difference == pytest.approx(2 * 0.5**changed, rel=0.01)
 
 
 def test_subjects_that_change_in_both_directions_are_told_by_the_interval(by_subject):
@@ -513,7 +513,7 @@ def test_one_changed_answer_is_no_difference_of_two_files(tmp_path):
         b = evaluations.load(answered(tmp_path / f"{place}.jsonl", *changed))
         for found in (difference("accuracy", a, b), difference("accuracy", b, a)):
             assert not found.significant
-            assert found.p_none > 0.5
+            assert found.p_no_difference > 0.5
 
 
 def test_an_error_of_0_but_for_rounding_is_none():
@@ -523,7 +523,7 @@ def test_an_error_of_0_but_for_rounding_is_none():
     labels = np.array([label for _, label in rows])
     found = calibeval.metrics.rms_debiased(probabilities, labels, interval=True)
     assert found.value == 0
-    assert found.p == 1
+    assert found.p_calibrated == 1
 
 
 def test_fewer_seeds_need_more_to_be_sure(seeds):
@@ -535,7 +535,7 @@ def test_fewer_seeds_need_more_to_be_sure(seeds):
         figures = 1 + 0.2 * np.linspace(-1, 1, count)
         side = stats.Side(figures, draws[:count])
         found = stats.estimate_sum(side)
-        ps.append(found.p_none)
+        ps.append(found.p_no_difference)
         assert stats.degrees_of_freedom([side]) == pytest.approx(count - 1, rel=0.1)
     assert ps == sorted(ps, reverse=True)
 
@@ -634,12 +634,12 @@ def test_square_draws_read_what_they_say_they_read(tmp_path):
     """With the gaps as observed, A + B + D is T of the resample, but for (n_b − 1) / n_b."""
     made = records.read(write_records(tmp_path / "a.jsonl", n=3000, sharpness=1.5))
     of = scores(made, "choices")
-    times = np.random.default_rng(1).multinomial(3000, np.full(3000, 1 / 3000), 50).astype(float)
+    counts = np.random.default_rng(1).multinomial(3000, np.full(3000, 1 / 3000), 50).astype(float)
     observed = Sample(of).bins
-    resampled = Sample(of, times).bins
+    resampled = Sample(of, counts).bins
     draws = squared_error.square_draws(observed, [resampled])
     expected = squared_error.debiased_square(resampled)
-    assert draws.noise + draws.gaps == pytest.approx(expected, rel=0.05)
+    assert draws.noise_part + draws.gap_part == pytest.approx(expected, rel=0.05)
     assert draws.observed == squared_error.debiased_square(observed)
 
 

@@ -613,7 +613,7 @@ def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, fold
         assert rows[1][column + 2] == f"{loss.value:.3f} [{loss.low:.3f}, {loss.high:.3f}]"
     stated = float(re.search(r"an ECE of up to (\d\.\d+) here", text).group(1))
     runs += [evaluations.load(at / f"0.0-{seed}" / "mmlu.jsonl") for seed in (0, 1, 2)]
-    ceilings = [run.floors[c]["ece"].null_q95 for run in runs for c in ("choices", "vocabulary")]
+    ceilings = [run.floor_tests[c]["ece"].floor for run in runs for c in ("choices", "vocabulary")]
     assert stated == round(max(ceilings), 3)
 
 
@@ -921,8 +921,8 @@ def test_the_quick_figures_are_those_of_stats(folders, normalise):
         name = calibration_runs.SQUARED_ERROR
         squares = found.squares[confidence][name], expected.squares[confidence][name]
         assert squares[0].observed == squares[1].observed
-        np.testing.assert_array_equal(squares[0].noise, squares[1].noise)
-        np.testing.assert_array_equal(squares[0].gaps, squares[1].gaps)
+        np.testing.assert_array_equal(squares[0].noise_part, squares[1].noise_part)
+        np.testing.assert_array_equal(squares[0].gap_part, squares[1].gap_part)
         for name in calibration_runs.MEANS:
             assert found.values[confidence][name] == expected.values[confidence][name]
             draws = found.draws[confidence][name], expected.draws[confidence][name]

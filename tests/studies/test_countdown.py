@@ -77,6 +77,14 @@ def test_tables_say_the_share_of_answers_and_of_problems_with_a_right_one():
     assert "| one |" in said and "| 0.3750 [" in said and "| 0.5000 [" in said
 
 
+def test_tables_say_which_settings_are_not_paired_by_seed():
+    """Sides with unequal numbers of seeds were compared without pairs, and nothing said so."""
+    one, two = [[0, 1, 2, 0]], [[0, 1, 2, 0], [1, 1, 2, 0]]
+    said = passk.tables({"one": one, "two": two, "twice": two}, 2)
+    assert "seeds differ: two less one, twice less one.\n" in said
+    assert "Not paired" not in passk.tables({"two": two, "twice": two}, 2)
+
+
 @pytest.fixture
 def run(small, monkeypatch):
     """The study of a small world."""
