@@ -28,6 +28,27 @@ from smoothce.hf_patch import families  # noqa: E402
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 
 
+@pytest.mark.parametrize(("most", "ranks", "threads"), [(0, "1", 6), (0, "3", 2), (2**28, "1", 1)])
+def test_a_large_model_on_the_cpu_is_run_on_all_processors_of_its_rank(
+    monkeypatch, most, ranks, threads
+):
+    """torchrun gives each rank one thread, on which a model that FSDP is to shard takes long."""
+    monkeypatch.setattr("smoothce.hf_patch.probe.MOST_ON_ONE_THREAD", most)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(6))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    before = torch.get_num_threads()
+    used = set()
+    model = tiny()
+    model.model.register_forward_pre_hook(lambda *_: used.add(torch.get_num_threads()))
+    torch.set_num_threads(1)
+    try:
+        patch_model(model)
+        assert used == {threads}
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("name", "logit_scale", "softcap"),
     [

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from smoothce.options import Options
 
 ROWS, TOKENS = 2, 8
 IGNORED = -100  # the label that upstream ignores, whatever the patched loss ignores
+MOST_ON_ONE_THREAD = 2**28  # numbers of a model on the CPU, which one thread reads in half a second
 
 
 @dataclass
@@ -59,6 +61,28 @@ def undisturbed(causal: CausalModel) -> Iterator[None]:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+@contextlib.contextmanager
+def enough_threads(causal: CausalModel) -> Iterator[None]:
+    """For a large model on the CPU: as many threads as this rank has processors.
+
+    A model that FSDP is to shard is still on the CPU when it is patched, and torchrun gives each
+    rank one thread, on which one run of 8 billion parameters took eight seconds."""
+    threads = torch.get_num_threads()
+    on_cpu = sum(p.numel() for p in causal.parameters() if p.device.type == "cpu")
+    if on_cpu <= MOST_ON_ONE_THREAD:
+        yield
+        return
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processors = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # Linux: those that this process may use
+        processors = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(threads, processors // ranks_here))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

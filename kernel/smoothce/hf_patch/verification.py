@@ -60,6 +60,7 @@ from smoothce.hf_patch.probe import (
     TOKENS,
     UpstreamRun,
     acts_on_logits,
+    enough_threads,
     outside_decoder_in_training,
     plain_attention,
     probe_inputs,
@@ -157,7 +158,7 @@ def verify(
     library = partitioned_by(causal)
     if library is not None and not in_forward:
         raise CannotRun(f"{library} holds a part of each parameter on each rank")
-    with undisturbed(causal):
+    with undisturbed(causal), enough_threads(causal):
         inputs = probe_inputs(fused, with_auxiliary_loss=with_auxiliary_loss)
         try:
             runs = _verified_runs(fused, settings, inputs)
