@@ -8,18 +8,18 @@ a difference. An interval is given only where simulation has shown that it cover
 
 Where a test or a correction goes:
 
-- A test of a difference: `estimate_sum`, where `p_none` is the larger p of the interval and of the
-  sign test. The interval must hold 0 wherever p is not below `evaluations.SIGNIFICANCE`, as it is
-  widened there; tests/eval/test_stats.py compares the two.
-- A test of calibration: `evaluations.consistency`, which simulates calibrated answers. What it
-  returns is kept with the evaluation (`evaluations.FloorTest`), so `_to_json` and `_from_json` there
-  must write and read a further field.
+- A test of a difference: `estimate_sum`, where `p_no_difference` is the larger p of the interval
+  and of the sign test. The interval must hold 0 wherever p is not below `evaluations.SIGNIFICANCE`,
+  as it is widened there; tests/eval/test_stats.py compares the two.
+- A test of calibration: `evaluations.floor_tests`, which simulates calibrated answers. What it
+  returns is kept with the evaluation (`evaluations.FloorTest`), so `_to_json` and `_from_json`
+  there must write and read a further field.
 - A correction for many comparisons: in the place of `holm`, which is called by `api.compare` for
   all comparisons of a call and by `report.difference_table` for all cells of a table. Which p count
   is `p_of_comparison`'s to say. Its name is printed by `compare` (`__main__`) and by
   `report._family_note`, and eval/METRICS.md and eval/README.md tell it. `calibeval.diagnosis` does
   not correct.
-- A field of `Estimate`: `as_dict` lists what JSON and tables print; `p_none` is printed by
+- A field of `Estimate`: `as_dict` lists what JSON and tables print; `p_no_difference` is printed by
   `api.compare` alone.
 
 Then run tests/eval/interval_coverage.py and tell the test in eval/METRICS.md.

@@ -605,7 +605,7 @@ def test_metrics_prints_them_all(tmp_path, run):
     *table, about = printed.splitlines()[2:]
     assert [line.split()[0] for line in table] == list(stats.METRICS)
     assert "floor" in printed
-    assert about == "[low, high]: 95 % over resamples of the questions"
+    assert about == "[low, high]: 95 % intervals over resamples of the questions"
 
 
 MEMORY_OF_METRICS = """
