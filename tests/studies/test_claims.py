@@ -733,7 +733,7 @@ def test_the_table_of_claims_is_what_the_records_say(published_runs):
     for cells, (name, model, task) in zip(rows, CLAIMS, strict=True):
         runs = published_runs(model)
         among_choices = printed(runs, name, task, "choices")
-        among_tokens = printed(runs, name, task, "vocabulary") or "not defined"
+        among_tokens = printed(runs, name, task, "vocabulary") or "not read"
         expected.append([*cells[:2], among_choices, among_tokens])
     assert rows == expected
 
@@ -873,7 +873,11 @@ def test_the_page_tells_what_parts_beside_the_first_tables_read(published_runs):
     cells = {(row.setting, row.beta): summary.cells_of_row(row) for row in rows}
     accuracy = {key: values[3].split(" [")[0] for key, values in cells.items()}
     assert f"falls to chance ({accuracy['high-rate', '0']} %, five seeds)" in page
-    assert f"with β = 0.5 to {accuracy['high-rate', '0.5']} %," in page
+    between = [accuracy["high-rate", beta] for beta in ("0.1", "0.2", "0.3")]
+    assert "reads {}, {} and {} % at β = 0.1, 0.2 and 0.3".format(*between) in page
+    assert f"At β = 0.5 it reads {accuracy['high-rate', '0.5']} %," in page
+    losses = [cells["high-rate", beta][7].split(" [")[0] for beta in ("0", "0.1")]
+    assert "show none for β = 0.1 ({} at β = 0, {} at 0.1)".format(*losses) in page
     _, _, _, _, choices, tokens, _, _ = cells["two-epochs", "0"]
     assert (
         f"Two epochs read {accuracy['two-epochs', '0']} % on MMLU at an ECE of {choices} among the "
