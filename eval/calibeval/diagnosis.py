@@ -198,7 +198,7 @@ def accuracy_sentence(change: Estimate, base: Evaluation, tuned: Evaluation) -> 
     interval = f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}] points, 95 %"
     if not change.significant:
         return f"{text}: no difference is shown ({interval})."
-    direction = "gained" if change.low > 0 else "paid"
+    direction = "gained" if change.low > 0 else "cost"
     return f"{text}: fine-tuning {direction} accuracy ({interval})."
 
 
@@ -247,12 +247,13 @@ def advice(found: Check) -> str:
     if vocabulary is not None and vocabulary.verdict == "over-confident":
         steps.append(
             "If you read probabilities among all tokens, train again with label smoothing β of 0.1 "
-            "and 0.2, and check every task you care about: smoothing makes a model less sure "
-            "everywhere."
+            "and 0.2, and check every task you care about: smoothing makes a model less sure among "
+            "all tokens, whatever the task."
         )
     elif vocabulary is not None and vocabulary.verdict == "under-confident":
         steps.append(
-            "Do not smooth: among all tokens the model is less sure than it should be already."
+            "Do not smooth, or with a smaller β where it was: among all tokens the model is less "
+            "sure than it should be already."
         )
     return f"What to do: {' '.join(steps)}"
 
@@ -260,19 +261,23 @@ def advice(found: Check) -> str:
 def advice_among_choices(found: Check) -> str:
     """What to do about the probabilities among the choices."""
     verdict = found.after["choices"].verdict
+    vocabulary = found.after.get("vocabulary")
+    may_smooth = vocabulary is None or vocabulary.verdict != "under-confident"
     if verdict == "calibrated":
-        return "Among the choices there is nothing to mend."
+        return "Among the choices no error is shown that would have to be mended."
     if found.mended.significant and number_of(found.mended) < 0:
         return (
             "Fit a temperature on validation questions of this task with `calibeval temperature "
             "VALIDATION.jsonl TEST.jsonl --out SCALED.jsonl`. It changes no answer, and it is this "
             "task's alone: other tasks need their own."
         )
-    if verdict == "over-confident":
+    if verdict == "over-confident" and may_smooth:
         return (
             "One temperature is not shown to mend the choices: train again with label smoothing β "
             "of 0.1 and 0.2 and check both, or score more questions."
         )
+    if verdict == "over-confident":
+        return "One temperature is not shown to mend the choices: score more questions."
     if verdict == "miscalibrated":
         return (
             "One temperature is not shown to mend the choices, nor whether they are too sure or "

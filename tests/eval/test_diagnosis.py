@@ -1,13 +1,14 @@
 """`calibeval check`: models of known sharpness are told apart, and what to do follows from it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from made_records import read_lines, write_lines, write_records
 
 import calibeval
-from calibeval import evaluations, records
+from calibeval import diagnosis, evaluations, records
 from calibeval.__main__ import main
 from calibeval.diagnosis import cross_fitted, described, readings
 from calibeval.io import InputError
@@ -51,7 +52,22 @@ def test_an_under_confident_model_is_told_not_to_smooth(models):
 def test_a_calibrated_model_is_left_alone(models):
     check = found(models, "sharp", "calibrated")
     assert check.after["choices"].verdict == "calibrated"
-    assert "Among the choices there is nothing to mend." in check.sentences[-1]
+    assert "Among the choices no error is shown that would have" in check.sentences[-1]
+
+
+@pytest.mark.parametrize(
+    ("among_all_tokens", "trains_again"), [("over-confident", True), ("under-confident", False)]
+)
+def test_nobody_is_told_to_smooth_and_not_to(models, among_all_tokens, trains_again):
+    """Choices that are too sure, and that one temperature is not shown to mend."""
+    check = found(models, "calibrated", "sharp")
+    reading = replace(check.after["choices"], verdict=among_all_tokens)
+    unmended = replace(check.mended, low=-1.0, high=1.0)
+    words = diagnosis.advice(
+        replace(check, mended=unmended, after={**check.after, "vocabulary": reading})
+    )
+    assert ("train again with label smoothing" in words) == trains_again
+    assert ("Do not smooth" in words) == (not trains_again)
 
 
 def test_an_error_of_one_sign_is_not_called_one_of_both(tmp_path):

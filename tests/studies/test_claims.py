@@ -1264,3 +1264,29 @@ def test_the_report_tells_whether_held_out_losses_are_equal(study):
     study.store.add(MODEL, smoothed, {})
     line, _ = report.equal_loss_lines(study)
     assert line.endswith("1.610 at β = 0 with a learning rate of 2e-05.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "quantity"),
+    [
+        ("confidences as they are", "aurc"),
+        ("divided by the norm", "aurc, logits normalised"),
+    ],
+)
+def test_confidences_divided_by_the_norm_of_the_logits(published_runs, row, quantity):
+    """As recommended at β = 0.3, the second column of the page's table."""
+    page = (parts.HERE / "README.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.strip(" |").startswith(row)]
+    printed = line.strip().split("|")[3].replace("**", "").replace("−", "-")
+    value, low, high = (float(number) for number in re.findall(r"-?[0-9.]+", printed))
+    smoothed = contrasts.Term("recommended", 0.3)
+    found = contrasts.difference(
+        published_runs(LARGE),
+        contrasts.Contrast("β = 0.3", (smoothed,), (contrasts.PLAIN,)),
+        contrasts.GUARDS[quantity],
+    )
+    assert found.seeds == 5
+    assert (value, low, high) == pytest.approx(
+        (found.estimate.value, found.estimate.low, found.estimate.high), abs=0.006
+    )
