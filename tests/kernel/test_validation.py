@@ -271,7 +271,7 @@ def operands_of(node, owner, in_class=None):
         yield from operands_of(child, owner, in_class)
 
 
-@pytest.mark.parametrize("names", [{"z_loss", "lift"}, {"softcap"}], ids=str)
+@pytest.mark.parametrize("names", [("z_loss", "lift"), ("softcap",)], ids="-".join)
 def test_the_guide_to_a_new_option_leaves_nothing_out(names):
     """Whatever computes with an option of each kind is a place for the next one."""
     guide = guide_to_a_new_option()
