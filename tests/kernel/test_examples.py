@@ -112,7 +112,7 @@ def test_the_readmes_trl_script_trains_with_smoothing(world, monkeypatch):
 @pytest.fixture
 def own_script(world):
     """own_script(*callbacks) → a patched SFTTrainer of three updates, and the page's snippets."""
-    trl = pytest.importorskip("trl")
+    trl = pytest.importorskip("trl", minversion="1.16")  # the page is of it
     import datasets
     import transformers
 
