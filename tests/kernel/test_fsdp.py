@@ -102,3 +102,45 @@ def train_mixture(rank, store, when):
 @pytest.mark.parametrize("when", ["before fully_shard", "after fully_shard"])
 def test_a_mixtures_auxiliary_loss(when, tmp_path):
     mp.spawn(train_mixture, (str(tmp_path / "store"), when), RANKS)
+
+
+def train_by_accelerate(rank, store):
+    """Of ranks that accelerate gives their weights, the first alone has any until then."""
+    faulthandler.dump_traceback_later(240, exit=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    # By itself accelerate shards on accelerators only.
+    accelerate.PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_XPU)
+    accelerate.PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    accelerator = accelerate.Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            cpu_ram_efficient_loading=True,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+    )
+    model = tiny()
+    want = gradients(model, expected(model, batch(), BETA))
+    model.zero_grad()
+    if rank > 0:
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
+    with pytest.warns(UserWarning, match="not now: the first rank alone has its weights until"):
+        patch_model(model, label_smoothing=BETA)
+    optimizer = torch.optim.SGD(model.parameters())
+    prepared, _ = accelerator.prepare(model, optimizer)  # FSDP2 wants both
+    prepared(**batch()).loss.backward()
+    for name, parameter in prepared.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), want[name], rtol=1e-4, atol=1e-6, msg=name
+        )
+    dist.barrier()
+
+
+def test_ranks_that_accelerate_gives_their_weights(tmp_path):
+    mp.spawn(train_by_accelerate, (str(tmp_path / "store"),), RANKS)

@@ -1,5 +1,6 @@
 """A causal language model's parts: the decoder, the head, and where each keeps its forward."""
 
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -133,6 +134,19 @@ def check_head(name: str, head: nn.Module) -> None:
         )
     if head_class is not nn.Linear:
         raise TypeError(f"{name} must be a torch.nn.Linear, not {class_name}")
+
+
+def waits_for_weights() -> bool:
+    """Whether accelerate is to send models' weights to the ranks, when FSDP2 shards them.
+
+    With `cpu_ram_efficient_loading` the first rank alone has them until then, on its CPU."""
+    accelerate_state = sys.modules.get("accelerate.state")
+    if accelerate_state is None or not accelerate_state.AcceleratorState._shared_state:
+        return False
+    plugin = getattr(accelerate_state.AcceleratorState(), "fsdp_plugin", None)
+    if plugin is None or plugin.fsdp_version != 2:
+        return False
+    return bool(plugin.cpu_ram_efficient_loading)
 
 
 def partitioned_by(model: nn.Module) -> str | None:

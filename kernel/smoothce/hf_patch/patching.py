@@ -55,8 +55,9 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     linear head to the mean cross-entropy of the next tokens, with at most a scale and a cap
     between, which are read from its configuration. `logit_scale=` and `softcap=` (a number, or None
     for none) take their place where they have another name, and are verified likewise. A model that
-    cannot run when it is patched (on the meta device, or sharded by ZeRO-3 or FSDP2 already) is
-    verified on every rank when its first training batch comes; a warning says so.
+    cannot run when it is patched (on the meta device, sharded by ZeRO-3 or FSDP2 already, or to get
+    its weights from the first rank, when accelerate shards it by FSDP2) is verified on every rank
+    when its first training batch comes; a warning says so.
 
     What was verified is the model as it was then, so load a checkpoint and change a configuration
     before. In training these later changes raise ValueError: of a scale or cap under a known name

@@ -37,7 +37,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoothce.hf_patch.anatomy import CausalModel, class_of, decoder_of, partitioned_by
+from smoothce.hf_patch.anatomy import (
+    CausalModel,
+    class_of,
+    decoder_of,
+    partitioned_by,
+    waits_for_weights,
+)
 from smoothce.hf_patch.fused_forward import FusedForward
 from smoothce.hf_patch.logit_map import (
     LogitMap,
@@ -158,6 +164,8 @@ def verify(
     library = partitioned_by(causal)
     if library is not None and not in_forward:
         raise CannotRun(f"{library} holds a part of each parameter on each rank")
+    if library is None and not in_forward and waits_for_weights():
+        raise CannotRun("the first rank alone has its weights until FSDP2 shards it")
     with undisturbed(causal), enough_threads(causal):
         inputs = probe_inputs(fused, with_auxiliary_loss=with_auxiliary_loss)
         try:
