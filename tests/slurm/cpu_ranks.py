@@ -12,6 +12,7 @@ import torch
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_group
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from transformers import AutoModelForCausalLM
 
 
 def use_gloo(self: PartialState, *_: object) -> tuple[str, DistributedType]:
@@ -27,19 +28,26 @@ PartialState.set_device = use_the_cpu
 
 
 def report_loading() -> None:
-    """Print on each rank whether the weights that it has loaded are the model's or empty."""
+    """Print on each rank whether it reads the model's files."""
     from sweeps.training import fit
 
     load_model = fit.load_model
+    read = AutoModelForCausalLM.from_pretrained
+    has_read = False
 
-    def load_and_report(*arguments: Any) -> Any:
-        model = load_model(*arguments)
-        has_weights = any(bool(value.any()) for value in model.parameters())
+    def read_and_note(*arguments: Any, **more: Any) -> Any:
+        nonlocal has_read
+        has_read = True
+        return read(*arguments, **more)
+
+    def load_and_report(*arguments: Any, **more: Any) -> Any:
+        model = load_model(*arguments, **more)
         print(
-            f"rank {os.environ['RANK']}: weights {'read' if has_weights else 'empty'}", flush=True
+            f"rank {os.environ['RANK']}: weights {'read' if has_read else 'not read'}", flush=True
         )
         return model
 
+    AutoModelForCausalLM.from_pretrained = read_and_note
     fit.load_model = load_and_report
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from sweep_tools import PROJECT, equal, prepare, programs, wait_for
 from training_runs import logged
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run
@@ -196,23 +197,51 @@ def fsdp_run(sweep_file: Any, folder: Path, name: str, config: dict, **train: An
     return prepare(path)
 
 
-@pytest.mark.parametrize("lora", [None, {"r": 4, "alpha": 8.0}])
-def test_the_first_rank_alone_reads_the_model(sweep_file, tmp_path, lora):
+def other_model(tiny: Path, folder: Path, **config: Any) -> str:
+    """A model like the tiny one, with other settings."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny / "model", **config))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("train", "config"),
+    [
+        ({}, {}),
+        ({"lora": {"r": 4, "alpha": 8.0}}, {}),
+        ({}, {"tie_word_embeddings": True}),
+        ({}, {"vocab_size": 40}),  # fewer than the tokenizer has
+    ],
+)
+def test_the_first_rank_alone_reads_the_model(sweep_file, tiny, tmp_path, train, config):
     """The weights that are trained are bit for bit those of ranks that all read it."""
-    one_reads = fsdp_run(sweep_file, tmp_path, "one", {}, lora=lora)
+    if config:
+        model = other_model(tiny, tmp_path / "other model", **config)
+        train = {**train, "model_name_or_path": model}
+    one_reads = fsdp_run(sweep_file, tmp_path, "one", {}, **train)
     output = train_on_two_ranks(one_reads)
     assert "rank 0: weights read" in output
-    assert "rank 1: weights empty" in output
+    assert "rank 1: weights not read" in output
 
-    all_read = fsdp_run(
-        sweep_file, tmp_path, "all", {"cpu_ram_efficient_loading": False}, lora=lora
-    )
+    all_read = fsdp_run(sweep_file, tmp_path, "all", {"cpu_ram_efficient_loading": False}, **train)
     output = train_on_two_ranks(all_read)
     assert "rank 0: weights read" in output
     assert "rank 1: weights read" in output
 
     assert equal(one_reads, all_read)
     assert logged(one_reads) == logged(all_read)
+
+
+def test_a_config_by_which_other_ranks_would_have_other_weights(sweep_file, tiny, tmp_path):
+    """Such as one that ties what the files hold apart. Without a word the ranks would hang."""
+    model = Path(other_model(tiny, tmp_path / "other model", tie_word_embeddings=False))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    run = fsdp_run(sweep_file, tmp_path, "tied", {}, model_name_or_path=str(model))
+    output = train_on_two_ranks(run, exit_code=1)
+    assert f"{model}: lm_head.weight has the shape " in output
+    assert 'set "cpu_ram_efficient_loading" to false in the file of world.fsdp' in output
 
 
 def test_gradient_checkpointing_gathers_no_weights_twice(sweep_file, tmp_path):

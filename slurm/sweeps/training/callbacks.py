@@ -16,7 +16,7 @@ from sweeps.runs.files import read_rows
 from sweeps.runs.stages import Outcome
 from sweeps.training.checkpoint import PART
 from sweeps.training.hf_trainer import SweepTrainer
-from sweeps.training.ranks import print_once
+from sweeps.training.ranks import print_once, seconds_of_this_process
 from sweeps.training.saving import MODEL_PART
 
 # Slurm sends USR2 ahead of a job's end: to every process of a job on one node, also to ranks; of a
@@ -100,6 +100,7 @@ class ScheduleCallback(TrainerCallback):
             write_rows(metrics, rows)
         if state.global_step > 0:
             print_once(f"resumed: step {state.global_step} of {state.max_steps}")
+        print_once(f"training: begins after {seconds_of_this_process():.0f} s")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

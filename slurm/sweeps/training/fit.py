@@ -4,6 +4,7 @@ A run of one process goes on to score its model, where transformers scores and t
 """
 
 import gc
+import warnings
 from pathlib import Path
 
 import datasets
@@ -24,7 +25,7 @@ from sweeps.training.callbacks import (
 )
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset
-from sweeps.training.hf_arguments import training_arguments
+from sweeps.training.hf_arguments import first_rank_reads, training_arguments
 from sweeps.training.hf_trainer import SweepTrainer
 from sweeps.training.model_loading import (
     config_to_save,
@@ -121,7 +122,8 @@ def make_trainer(
     print_once(dataset.summary)
     # Weights that the base model lacks are drawn alike on all ranks.
     set_seed(train_options.seed)
-    model = load_model(train_options, tokenizer_size)
+    print_once(f"model: reading {train_options.model_name_or_path}")
+    model = load_model(train_options, tokenizer_size, first_rank_reads=first_rank_reads(world))
     # Before prepare_model, which names an attention that only this process knows.
     saved_config = config_to_save(model, train_options)
     half_precision = world.mixed_precision != "no"
@@ -136,7 +138,10 @@ def make_trainer(
         saved_config=saved_config,
         data_digest=dataset.fingerprint + target.digest,
     )
-    install_loss(trainer, train_options, target.shares)
+    with warnings.catch_warnings():
+        # With the first batch, which needs nobody's attention.
+        warnings.filterwarnings("ignore", "patch_model verifies .* when its first training batch")
+        install_loss(trainer, train_options, target.shares)
     # Dropout is drawn differently on each rank.
     set_seed(train_options.seed, device_specific=True)
     return trainer

@@ -34,13 +34,6 @@ class Sharding:
         """Whether the run is sharded by FSDP2, which shards each weight and not flat groups."""
         return self.fsdp is not None and self.fsdp["version"] == 2
 
-    @property
-    def first_rank_reads(self) -> bool:
-        """Whether the first rank alone reads the model, and broadcasts it."""
-        if self.fsdp is None or not self.is_fsdp2:
-            return False
-        return is_true(self.fsdp["cpu_ram_efficient_loading"])
-
 
 def training_arguments(
     run: Run, train_options: TrainOptions, world: World, total_updates: int
@@ -68,7 +61,7 @@ def training_arguments(
     # Last, what they warn of, undo or do too late, before the model is loaded.
     arguments.gradient_checkpointing = train_options.gradient_checkpointing
     use_one_gpu(arguments)
-    if sharding.first_rank_reads:
+    if first_rank_reads(world):
         # The model is loaded before the Trainer, which would say so too late.
         enable_fsdp_ram_efficient_loading()
     if arguments.world_size != world.processes:
@@ -165,14 +158,24 @@ def gradient_norm_limit(train_options: TrainOptions, deepspeed: dict[str, Any] |
 def adapted_fsdp_config(fsdp: dict[str, Any]) -> dict[str, Any]:
     """An FSDP config by which the first rank alone reads the model, unless it says otherwise.
 
-    With `cpu_ram_efficient_loading` it reads and widens the weights and broadcasts them; else every
-    rank reads and widens all of them. transformers takes each key with `fsdp_` before it too.
+    With `cpu_ram_efficient_loading` it reads and widens the weights and sends each rank its part;
+    else every rank reads and widens all of them. transformers takes each key with `fsdp_` before
+    it too.
     """
     adapted = {key.removeprefix("fsdp_"): value for key, value in fsdp.items()}
     adapted["version"] = int(adapted.get("version", 2))
     if adapted["version"] == 2:
         adapted.setdefault("cpu_ram_efficient_loading", True)
     return adapted
+
+
+def first_rank_reads(world: World) -> bool:
+    """Whether the first rank alone reads the model, and sends each rank its part under FSDP2."""
+    fsdp = world.read("fsdp")
+    if fsdp is None:
+        return False
+    adapted = adapted_fsdp_config(fsdp)
+    return adapted["version"] == 2 and is_true(adapted["cpu_ram_efficient_loading"])
 
 
 def is_true(setting: Any) -> bool:

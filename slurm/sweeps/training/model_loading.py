@@ -2,10 +2,12 @@
 
 import copy
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -15,7 +17,7 @@ from smoothce.checks import check_target
 from sweeps.training.attention import use_packed_attention
 from sweeps.training.global_batches import GlobalBatchDataset
 from sweeps.training.options import LoraOptions, TrainOptions
-from sweeps.training.ranks import print_once
+from sweeps.training.ranks import print_once, this_rank
 
 GPU_ROW_MULTIPLE = 128  # tokens: packed rows on a GPU are filled up to a multiple of it
 COMPILE_FROM_UPDATES = 300  # fewer do not earn back half a minute of compiling
@@ -29,12 +31,20 @@ class SmoothingTarget(NamedTuple):
     digest: str  # of the file's bytes; empty without a file
 
 
-def load_model(train_options: TrainOptions, tokenizer_size: int) -> PreTrainedModel:
+def load_model(
+    train_options: TrainOptions, tokenizer_size: int, *, first_rank_reads: bool = False
+) -> PreTrainedModel:
     """The causal language model, with a row for each of the tokenizer's entries.
 
     Its weights are in fp32, but beside adapters, where they are frozen, in their own precision.
     `model.config.dtype` is the base model's precision in both cases: the one it is saved in, so
-    that it is scored as its base is. Raises InputError for a model that cannot be loaded.
+    that it is scored as its base is.
+
+    With `first_rank_reads` the parameters of the other ranks have no values, until accelerate
+    shards the model and sends each rank its part. (transformers would read the files there too and
+    then put zeros in their place, which takes long and as much memory as on the first rank.)
+
+    Raises InputError for a model that cannot be loaded.
     """
     name = train_options.model_name_or_path
     config = load(AutoConfig, name, "a config")
@@ -44,16 +54,64 @@ def load_model(train_options: TrainOptions, tokenizer_size: int) -> PreTrainedMo
         config.attention_dropout = train_options.attention_dropout
     base_dtype = config.dtype or torch.float32
     dtype = base_dtype if train_options.lora else torch.float32
-    model = load(AutoModelForCausalLM, name, "a causal language model", config=config, dtype=dtype)
+    has_weights = this_rank() == 0 or not first_rank_reads
+    if has_weights:
+        what = "a causal language model"
+        model = load(AutoModelForCausalLM, name, what, config=config, dtype=dtype)
+    else:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.tie_weights()  # which `init_empty_weights` has undone
     model_size = model.config.vocab_size
     if tokenizer_size > model_size:
         print_once(
             f"note: the tokenizer's {tokenizer_size} entries outgrow the model's {model_size}; "
             "the rest are new"
         )
-        model.resize_token_embeddings(tokenizer_size, pad_to_multiple_of=8)
+        # New rows are drawn about the mean of the others, which meta tensors do not have.
+        model.resize_token_embeddings(
+            tokenizer_size, pad_to_multiple_of=8, mean_resizing=has_weights
+        )
     model.config.dtype = base_dtype
+    if first_rank_reads:
+        dtypes = dtypes_on_first_rank(model, name)
+        if not has_weights:
+            allocate_parameters(model, dtypes)
     return model
+
+
+def dtypes_on_first_rank(model: PreTrainedModel, name: str) -> dict[str, torch.dtype]:
+    """The precision of each parameter on the first rank: transformers keeps some in fp32.
+
+    Every rank has to call it. Raises InputError where this rank's parameters are others than the
+    first rank's: accelerate sends them in turn, and ranks would wait for each other without end.
+    """
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    shapes = {key: tuple(value.shape) for key, value in parameters.items()}
+    dtypes = {key: value.dtype for key, value in parameters.items()}
+    of_first_rank: list[Any] = [(shapes, dtypes)]
+    broadcast_object_list(of_first_rank)
+    first_shapes, first_dtypes = of_first_rank[0]
+    for key in {**first_shapes, **shapes}:
+        if first_shapes.get(key) != shapes.get(key):
+            raise InputError(
+                f"{name}: {key} has the shape {first_shapes.get(key)} in the files and "
+                f"{shapes.get(key)} by the config, so that one rank cannot read the model for "
+                'all; set "cpu_ram_efficient_loading" to false in the file of world.fsdp'
+            )
+    return first_dtypes
+
+
+def allocate_parameters(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
+    """Replace the parameters, which are on the meta device, by ones on the CPU without values.
+
+    Nothing is written to their memory, so that they take none. They are not left on the meta
+    device, because accelerate tells an optimizer's parameters apart by their addresses.
+    """
+    for key, parameter in model.named_parameters():
+        values = torch.empty(parameter.shape, dtype=dtypes[key])
+        on_cpu = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, on_cpu)
 
 
 def config_to_save(model: PreTrainedModel, train_options: TrainOptions) -> PreTrainedConfig:

@@ -1,6 +1,9 @@
 """What a training process knows of its place among the processes (ranks) of its run."""
 
 import os
+import time
+
+import psutil
 
 
 def this_rank() -> int:
@@ -12,3 +15,8 @@ def print_once(text: str) -> None:
     """Print on the first rank only."""
     if this_rank() == 0:
         print(text, flush=True)
+
+
+def seconds_of_this_process() -> float:
+    """How long ago this process was started."""
+    return time.time() - psutil.Process().create_time()
