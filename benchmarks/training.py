@@ -27,6 +27,7 @@ Trainers:
     trl             TRL's SFTTrainer as it comes
     trl-liger       with Liger's layers (use_liger_kernel); the loss stays TRL's own, which TRL 1.16
                     puts in the place of Liger's
+    trl-patched     with patch_trainer: smoothce's loss in the place of TRL's own
     trl-grouped     with conversations of like lengths together, so that less is padding
     trl-padding-free  with padding_free over FlashAttention 2, which it needs
     unsloth         Unsloth's FastLanguageModel under SFTTrainer, all weights trained
@@ -191,6 +192,7 @@ class Trainer:
     settings: dict[str, Any]  # of the sweep's `train:`, or of SFTConfig
     deepspeed: str | None = None  # a file of the project, by which the sweeps' trainer shards
     attention: str | None = None  # of transformers' model under TRL; None: its default
+    is_patched: bool = False  # whether TRL's trainer gets smoothce's loss
 
 
 TRAINERS = {
@@ -201,13 +203,14 @@ TRAINERS = {
     "ours-lora": Trainer("sweeps", ("peft",), {"compile": False, "lora": {"r": 16, "alpha": 32}}),
     "trl": Trainer("trl", ("trl",), {}),
     "trl-liger": Trainer("trl", ("trl", "liger_kernel"), {"use_liger_kernel": True}),
+    "trl-patched": Trainer("trl", ("trl",), {}, is_patched=True),
     "trl-grouped": Trainer("trl", ("trl",), {"train_sampling_strategy": "group_by_length"}),
     "trl-padding-free": Trainer(
         "trl", ("trl", "flash_attn"), {"padding_free": True}, attention="flash_attention_2"
     ),
     "unsloth": Trainer("unsloth", ("trl", "unsloth"), {}),
 }
-SHARDED = ("ours", "ours-zero3", "trl", "trl-liger")  # where --gpus is more than one
+SHARDED = ("ours", "ours-zero3", "trl", "trl-liger", "trl-patched")  # where --gpus is more than one
 
 
 def main() -> int:
@@ -585,6 +588,10 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    if TRAINERS[name].is_patched:
+        from smoothce import patch_trainer
+
+        patch_trainer(trainer)
     trainer.train()
     if not trainer.is_world_process_zero():
         return 0

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "kernel" / "examples"
 
 
@@ -75,6 +77,41 @@ def test_trl(world):
     trls = ["--output_dir", world / "out", "--max_steps=2", "--logging_steps=1"]
     said = run("trl_sft.py", *own, *trls, "--report_to=none", "--use_cpu=true")
     assert "'loss'" in said and (world / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_trl_sharded_by_fsdp2_trains_as_one_process(world):
+    """By the configuration file beside the script; two updates of the same four rows each."""
+    pytest.importorskip("trl")
+    launch = ["-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "fsdp2.yaml"]
+    # In fp32: the rounding of bf16, which the file asks for, would hide a difference.
+    launch += ["--mixed_precision", "no"]
+    one = trl_updates(world, [], rows=4, CUDA_VISIBLE_DEVICES="0")
+    two = trl_updates(world, launch, rows=2)
+    assert len(one) == 4
+    assert two == pytest.approx(one, rel=1e-3)
+    saved = safetensors_torch.load_file(world / "out" / "model.safetensors")
+    assert "model.embed_tokens.weight" in saved
+
+
+def trl_updates(world, launcher, rows, **environment):
+    """Losses and gradient norms that the script prints of two updates."""
+    command = [sys.executable, *launcher, EXAMPLES / "trl_sft.py"]
+    command += ["--model", world / "model", "--data", world / "data.jsonl"]
+    command += ["--label_smoothing", 0.2, "--output_dir", world / "out", "--max_steps", 2]
+    command += ["--logging_steps", 1, "--report_to", "none", "--learning_rate", 1e-3]
+    command += ["--bf16", "false", "--per_device_train_batch_size", rows]
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    numbers = re.findall(r"'(?:loss|grad_norm)': '?([\d.]+)", done.stdout)
+    return [float(number) for number in numbers]
 
 
 @pytest.mark.slow
