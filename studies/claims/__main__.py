@@ -9,8 +9,8 @@ into records/MODEL.parquet. What is there is not run again, on whatever machine:
 
     grid          4 learning rates at β = 0; the lowest held-out loss chooses that of other parts
     recommended   the base model; β of 0, 0.1, 0.2, 0.3 and 0.5, one epoch of the mean loss
-    high-rate     the same of MMLU at 2e-4, the top of the paper's grid
-    over-trained  the same at 5e-5, two epochs of the summed, unclipped loss
+    high-rate     `recommended`, of MMLU alone, at 2e-4, the top of the paper's grid
+    over-trained  `recommended` at 5e-5, two epochs of the summed, unclipped loss
     sum           the summed loss, clipped
     filtered      the filtered gradient, at β = 0.1
     equal         β = 0 at the rate whose held-out loss is that of `recommended` at β = 0.1
@@ -23,7 +23,8 @@ into records/MODEL.parquet. What is there is not run again, on whatever machine:
     averaged      weights averaged with the base model's after β = 0
     entropy-gap   entropy less NLL of each model that is still there, and the temperature at
                   which it is 0
-    summary       accuracy, calibration error and log loss in each setting, as the records tell
+    summary       accuracy, calibration error and log loss of `recommended`, `over-trained`,
+                  `high-rate` and `two-epochs`, as the records tell; draws them too
     report        what smoothing does in each setting, as the records tell, and to all models
                   in forest.png
 
@@ -36,8 +37,8 @@ import os
 import sys
 from pathlib import Path
 
-from calibeval.io import InputError, finish
-from studies.claims.parts import PARTS, REPOSITORY, Rate, Study, sweep_overrides
+from calibeval.io import CONTINUES, InputError, finish
+from studies.claims.parts import PARTS, REPOSITORY, Part, Rate, Study, sweep_overrides
 from studies.claims.posthoc import average_weights, fit_temperatures, measure_entropy_gaps
 from studies.claims.records import RecordStore
 from studies.claims.report import report
@@ -62,13 +63,13 @@ def main(
     overrides = [word for word in words if "=" in word]
     if "-h" in words or "--help" in words:
         print(__doc__)
-        return 0 if names else 2
+        return 0
     if not names:
         print(__doc__)
         return 2
     model, *parts = names
     study = Study(model, runs_folder, store)
-    return finish(lambda: do_parts(study, parts, overrides))
+    return finish(lambda: do_parts(study, parts, overrides), CONTINUES)
 
 
 def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
@@ -79,19 +80,30 @@ def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
     if unknown:
         raise InputError(f"{', '.join(unknown)}: no such part; known: {', '.join(known)}")
     wanted = names or known
-    failed = []
+    failed: list[str] = []
     for part in PARTS:
-        if part.name in wanted and "grid" not in failed:  # whose rate is that of all others
-            # The rate of an equal loss depends on which runs of `recommended` there are.
-            waits = part.rate is Rate.EQUAL_LOSS and "recommended" in failed
-            if waits or train(study, part, sweep_overrides(study, part, overrides)):
-                failed.append(part.name)
+        if part.name not in wanted:
+            continue
+        if rate_is_unknown(part, failed) or train(
+            study, part, sweep_overrides(study, part, overrides)
+        ):
+            failed.append(part.name)
+    has_records = bool(study.store.runs(study.model))
     for name, step in STEPS.items():
-        if name in wanted and "grid" not in failed:
+        if name in wanted and (has_records or not failed):
             step(study)
     if failed:
         then = "why is said above; once that is mended, the same command goes on"
         raise InputError(f"not whole: {', '.join(failed)}; {then}")
+
+
+def rate_is_unknown(part: Part, failed: list[str]) -> bool:
+    """Whether the learning rate of a part comes from one that has failed."""
+    if part.rate is Rate.OWN:
+        return False
+    # The rate of an equal loss depends on which runs of `recommended` there are, too.
+    waits_for_recommended = part.rate is Rate.EQUAL_LOSS and "recommended" in failed
+    return "grid" in failed or waits_for_recommended
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from calibeval.io import InputError
-from studies.claims.records import SETTING_COLUMNS, RecordStore
+from studies.claims.records import RECORD_COLUMNS, RecordStore
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "config.yaml"
@@ -29,6 +29,7 @@ class Study:
     """A model, the folder where its runs are trained, and the records that are kept of them."""
 
     model: str
+    # The published runs of `base-mean` have this path in their names; others count as missing.
     runs_folder: Path = Path("runs/claims")
     store: RecordStore = PUBLISHED
 
@@ -52,7 +53,12 @@ class Rate(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A sweep: its name, what it changes in config.yaml, its learning rate and its seeds."""
+    """A sweep: its name, what it changes in config.yaml, its learning rate and its seeds.
+
+    Within a part only the keys of `training.RUN_KEYS` may vary. A new part is an entry of PARTS and
+    a line in `__main__`'s docstring; its rows are a contrast in `contrasts.CONTRASTS`, and an entry
+    of `summary.SETTING_LABELS` where its levels shall stand in the first tables.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -128,6 +134,7 @@ def sweep_overrides(study: Study, part: Part, more: list[str]) -> list[str]:
     """What a part of a model's study changes in config.yaml; `more` comes last and wins."""
     overrides = [
         f"name={study.model}-{part.name}",
+        f"output_root={study.runs_folder}",
         f"grid.model_name_or_path=[./models/{study.model}]",
         f"grid.seed={part.seeds_of(study.model)}",
     ]
@@ -153,7 +160,7 @@ def losses_of_grid(study: Study) -> "pd.Series[float]":
 
     Rates of which a seed has diverged are left out.
     """
-    runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
+    runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
     grid = runs[runs.part == "grid"]
     if grid.empty:
         raise InputError(f"{study.model}, grid: no run is trained; the part grid comes first")
@@ -177,7 +184,7 @@ class EqualLosses:
 
 def equal_losses(study: Study) -> EqualLosses | None:
     """What became of the part `equal`; None where it has no runs."""
-    runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
+    runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
     plain = runs[runs.part == "equal"]
     if plain.empty:
         return None
@@ -186,13 +193,13 @@ def equal_losses(study: Study) -> EqualLosses | None:
         learning_rate=float(plain.learning_rate.iloc[0]),
         plain=float(plain.held_out_loss.mean()),
         smoothed=smoothed,
-        is_end_of_grid=bool(smoothed > losses_towards_larger(losses_of_grid(study)).iloc[-1]),
+        is_end_of_grid=bool(smoothed > losses_of_the_worse_side(losses_of_grid(study)).iloc[-1]),
     )
 
 
 def loss_to_equal(study: Study) -> float:
     """The held-out loss that `recommended` has at β = 0.1, in the mean over seeds."""
-    runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
+    runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
     smoothed = runs[(runs.part == "recommended") & (runs.label_smoothing == 0.1)]
     loss = float(smoothed.held_out_loss.mean())
     if not np.isfinite(loss):
@@ -203,12 +210,22 @@ def loss_to_equal(study: Study) -> float:
     return loss
 
 
-def losses_towards_larger(losses: "pd.Series[float]") -> "pd.Series[float]":
-    """The losses from the chosen rate on, towards that end of the grid whose loss is larger."""
+def losses_of_the_worse_side(losses: "pd.Series[float]") -> "pd.Series[float]":
+    """The losses from the chosen rate on, towards that end of the grid whose loss is larger.
+
+    Raises InputError where a loss falls on the way: then several rates have the same loss.
+    """
     best = int(losses.argmin())
     towards_lower_rates = losses.iloc[: best + 1][::-1]
     towards_higher_rates = losses.iloc[best:]
-    return max(towards_lower_rates, towards_higher_rates, key=lambda losses: losses.iloc[-1])
+    side = max(towards_lower_rates, towards_higher_rates, key=lambda losses: losses.iloc[-1])
+    if not side.is_monotonic_increasing:
+        read = ", ".join(f"{loss:.4f} at {rate:g}" for rate, loss in side.items())
+        raise InputError(
+            f"grid: the held-out losses do not grow from the chosen rate on ({read}), so that no "
+            "rate can be read off at a loss; more seeds (grid.seed=[0,1,2]) make them smoother"
+        )
+    return side
 
 
 def equal_rate(study: Study) -> float:
@@ -218,7 +235,7 @@ def equal_rate(study: Study) -> float:
     the chosen rate at whose end the loss is larger. Where that end does not reach the loss, the
     rate is the end's, and a line on stderr says that the losses are not equal.
     """
-    losses = losses_towards_larger(losses_of_grid(study))
+    losses = losses_of_the_worse_side(losses_of_grid(study))
     wanted = loss_to_equal(study)
     end_rate = float(losses.index[-1])
     end_loss = float(losses.iloc[-1])
@@ -228,6 +245,6 @@ def equal_rate(study: Study) -> float:
             f"{wanted:.4f} at β = 0; takes {end_rate:g}, where it is {end_loss:.4f}",
             file=sys.stderr,
         )
-    # Losses grow along the side, so the rate can be read off at a loss; beyond them it is an end's.
+    # A loss beyond those of the side gives the rate of its end.
     log_rate = np.interp(wanted, losses.to_numpy(), np.log(losses.index.to_numpy(dtype=float)))
     return float(f"{np.exp(log_rate):.2g}")

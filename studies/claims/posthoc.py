@@ -10,7 +10,7 @@ from calibeval.records import meta
 from studies import temperatures
 from studies.claims.parts import PARTS, Study
 from studies.claims.records import RunRecord
-from studies.claims.training import SETTING
+from studies.claims.training import RUN_KEYS
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run
 
@@ -34,7 +34,7 @@ def fit_temperatures(study: Study) -> None:
     out = study.part_folder("temperature")
     for entry in temperatures.fit_to_mmlu(plain, results, Path("data/mmlu"), out):
         file = Path(entry["records"])
-        setting = {name: entry[name] for name in SETTING}
+        setting = {name: entry[name] for name in RUN_KEYS}
         temperature = meta(file)["temperature"]["temperature"]
         record = RunRecord("temperature", file.stem, temperature=temperature, **setting)
         study.store.add(study.model, record, {})
@@ -76,15 +76,15 @@ def average_weights(study: Study) -> None:
     tell_of_absent_models(study, "averaged", [run.name for run in runs])
     if not runs:
         return
-    from studies.claims import model_figures  # imports torch
+    from studies.claims import gpu_measures  # imports torch
 
     recorded = study.store.keys(study.model)
     for run in tqdm(runs, "averages", unit="model"):
-        setting = {name: run.config().train[name] for name in SETTING}
+        setting = {name: run.config().train[name] for name in RUN_KEYS}
         record = RunRecord("averaged", run.name, **setting)
         if record.label_smoothing == 0 and record.key not in recorded:
             folder = study.part_folder("averaged") / run.name
-            record.alpha = model_figures.score_average(run, folder)
+            record.alpha = gpu_measures.score_average(run, folder)
             study.store.add(study.model, record, {"mmlu": folder / "mmlu.jsonl"})
 
 
@@ -102,12 +102,12 @@ def measure_entropy_gaps(study: Study) -> None:
             file=sys.stderr,
         )
         return
-    from studies.claims import model_figures
+    from studies.claims import gpu_measures
 
     for part, run in tqdm(runs, "entropy gaps", unit="model"):
         if (part, run.name) in measured:
             continue
-        setting = {name: run.config().train[name] for name in (*SETTING, "smoothing_target")}
-        rows.append({"run": run.name, "part": part, **setting, **model_figures.entropy_gap(run)})
+        setting = {name: run.config().train[name] for name in (*RUN_KEYS, "smoothing_target")}
+        rows.append({"run": run.name, "part": part, **setting, **gpu_measures.entropy_gap(run)})
         measured.add((part, run.name))
         write_rows(out, rows)

@@ -106,7 +106,7 @@ class RunRecord:
         return self.part, self.run
 
 
-SETTING_COLUMNS = [each.name for each in fields(RunRecord) if each.name != "tasks"]
+RECORD_COLUMNS = [each.name for each in fields(RunRecord) if each.name != "tasks"]
 
 
 class RecordStore:
@@ -185,17 +185,21 @@ class RecordStore:
             for path in staged:
                 path.unlink()
 
-    def digest(self, model: str, record: RunRecord) -> str:
-        """A text that differs once a run's records have changed.
+    def file_state(self, model: str, record: RunRecord) -> str:
+        """The name, size and time of the file that holds a run's records, as a text.
 
-        It tells the state of the file that holds them, so that a merge changes it too.
+        It differs once they have changed, and after a merge, which changes the file alone.
         """
         path = self._file_of(model, record.key)
         status = path.stat()
         return f"{path.name} {status.st_size} {status.st_mtime_ns}"
 
     def unpack(self, model: str, record: RunRecord, questions: Questions, out: Path) -> None:
-        """Write a run's records as `<out>/<task>.jsonl`, as they were scored but for the digits."""
+        """Write a run's records as `<out>/<task>.jsonl`.
+
+        They are as they were scored, but for three things: log-probabilities are rounded to whole
+        steps, `letter_mass` is summed over them, and `model` is the run's name.
+        """
         path = self._file_of(model, record.key)
         table = _read_run(path, record.key)
         for task, count in record.tasks.items():
@@ -303,7 +307,7 @@ def _run_table(record: RunRecord, steps: list[np.ndarray]) -> pa.Table:
         numbers.append(None)
         answers.append(None)
     setting = asdict(record)
-    columns = {name: [setting[name]] * len(tasks) for name in SETTING_COLUMNS}
+    columns = {name: [setting[name]] * len(tasks) for name in RECORD_COLUMNS}
     columns.update(task=tasks, question=numbers, logprob_steps=answers)
     return pa.Table.from_pydict(columns, schema=RUN_SCHEMA)
 
@@ -317,7 +321,7 @@ def _write_tables(path: Path, tables: Iterable[pa.Table]) -> None:
             RUN_SCHEMA,
             compression="zstd",
             compression_level=19,
-            use_dictionary=[*SETTING_COLUMNS, "task"],
+            use_dictionary=[*RECORD_COLUMNS, "task"],
             # The high bytes of all steps, and then their low bytes, compress better than pairs.
             column_encoding={
                 "logprob_steps.list.element": "BYTE_STREAM_SPLIT",
@@ -345,8 +349,8 @@ def _read_settings(path: Path) -> list[RunRecord]:
     records = []
     with file:
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, columns=[*SETTING_COLUMNS, "task"])
-            (setting,) = table.select(SETTING_COLUMNS).slice(0, 1).to_pylist()
+            table = file.read_row_group(group, columns=[*RECORD_COLUMNS, "task"])
+            (setting,) = table.select(RECORD_COLUMNS).slice(0, 1).to_pylist()
             counts = table["task"].value_counts().to_pylist()
             tasks = {each["values"]: each["counts"] for each in counts if each["values"]}
             records.append(RunRecord(**setting, tasks=tasks))

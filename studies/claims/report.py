@@ -7,19 +7,19 @@ import pandas as pd
 
 from calibeval import scaling
 from calibeval.io import InputError, write_text
-from studies.claims import figures
+from studies.claims.answers import AnsweredRun
 from studies.claims.contrasts import (
     CALIBRATION,
     CONTRASTS,
     GUARDS,
     Difference,
     Quantity,
-    UnpackedRun,
     difference,
-    unpack_answers,
 )
+from studies.claims.derived import answered_runs
+from studies.claims.forest import draw_forest
 from studies.claims.parts import Study, equal_losses
-from studies.claims.records import SETTING_COLUMNS, RunRecord
+from studies.claims.records import RECORD_COLUMNS, RunRecord
 from sweeps.runs.files import read_rows
 
 # What a part's temperature was fitted to.
@@ -38,7 +38,7 @@ def report(study: Study) -> None:
     MMLU's guards, ×100; and each part's entropy gaps, means over seeds in nats a token.
     """
     study.store.merge(study.model)
-    runs = unpack_answers(study)
+    runs = answered_runs(study)
     lines = contrast_table(runs, columns_by_title(CALIBRATION))
     lines += contrast_table(runs, GUARDS)
     lines += equal_loss_lines(study)
@@ -47,7 +47,7 @@ def report(study: Study) -> None:
     lines += entropy_gap_table(study)
     write_text(study.runs_folder / f"{study.model}.md", "\n".join(lines))
     print(*lines, sep="\n")
-    figures.forest(study, study.runs_folder / "forest.png")
+    draw_forest(study, study.runs_folder / "forest.png")
 
 
 def columns_by_title(quantities: list[Quantity]) -> dict[str, Quantity]:
@@ -60,7 +60,7 @@ def columns_by_title(quantities: list[Quantity]) -> dict[str, Quantity]:
     return columns
 
 
-def contrast_table(runs: list[UnpackedRun], columns: dict[str, Quantity]) -> list[str]:
+def contrast_table(runs: list[AnsweredRun], columns: dict[str, Quantity]) -> list[str]:
     """A row for each contrast of which there are runs; a column for each quantity by its title."""
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for contrast in CONTRASTS:
@@ -90,7 +90,7 @@ def held_out_loss_table(study: Study) -> list[str]:
 
     Only the part `grid` has several learning rates, and a row for each of them.
     """
-    runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
+    runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
     runs = runs[runs.held_out_loss.notna()]
     if runs.empty:
         return []

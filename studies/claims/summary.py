@@ -8,6 +8,7 @@ ones than the questions do; each table says what a calibrated model would read i
 """
 
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -15,25 +16,32 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from calibeval import evaluations, measures, stats
-from calibeval import records as record_files
+from calibeval import stats
+from calibeval.evaluations import CONFIDENCES, Evaluation
 from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import atomic_write, write_text
-from calibeval.measures import METRICS, Sample
-from studies.claims.contrasts import (
+from calibeval.measures import Among
+from studies.claims import quick_evaluation
+from studies.claims.answers import (
     BASE,
     LETTER_TASKS,
-    OVER_TRAINED_COOLED,
+    OVER_TRAINED_AT_TEMPERATURE,
+    PLAIN_AT_TEMPERATURE,
+    AnsweredRun,
     Term,
-    UnpackedRun,
     files_by_seed,
-    unpack_answers,
 )
+from studies.claims.derived import answered_runs
 from studies.claims.parts import BETAS, Study
 
-SETTINGS = {"recommended": "as recommended", "over-trained": "over-trained"}
-# Each setting's runs at β = 0 at a temperature: fitted among the choices, silent of all tokens.
-TEMPERATURE_TERMS = {"recommended": Term("temperature"), "over-trained": OVER_TRAINED_COOLED}
+METRICS = ("accuracy", "ece", "nll")
+# The parts of the first tables, with the names that their rows have there.
+SETTING_LABELS = {"recommended": "as recommended", "over-trained": "over-trained"}
+# Each part's runs at β = 0 at a temperature: fitted among the choices, silent of all tokens.
+TEMPERATURE_TERMS = {
+    "recommended": PLAIN_AT_TEMPERATURE,
+    "over-trained": OVER_TRAINED_AT_TEMPERATURE,
+}
 COLUMNS = [
     "setting",
     "β",
@@ -47,29 +55,18 @@ COLUMNS = [
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What one run's answers to a task read.
-
-    Attributes:
-        values: Of each confidence, accuracy, ECE and log loss.
-        draws: Of each confidence, accuracy and log loss of R resamples of the questions, (R,).
-        calibrated_ece: The 95th percentile of the ECE that calibrated models with these
-            confidences read, by confidence.
-    """
-
-    values: dict[str, dict[str, float]]
-    draws: dict[str, dict[str, np.ndarray]]
-    calibrated_ece: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Row:
-    """A row of a table: its setting, its β as printed, and what each seed's answers read."""
+    """A row of a table: its setting, its β as printed, and its runs' answers, a file a seed."""
 
     setting: str
     beta: str
     term: Term
-    answers: list[Answers]
+    files: list[Path]
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """What each seed's answers read."""
+        return [quick_evaluation.load(file, METRICS) for file in self.files]
 
 
 def summary(study: Study) -> None:
@@ -78,13 +75,13 @@ def summary(study: Study) -> None:
     The files are `<model>-summary.md` and `<model>-ece.png` in the study's folder.
     """
     study.store.merge(study.model)
-    model_runs = unpack_answers(study)
+    model_runs = answered_runs(study)
     settings = settings_of_table()
-    rows_by_task = {task: read_rows(model_runs, task, settings) for task in LETTER_TASKS}
+    rows_by_task = {task: rows_of_settings(model_runs, task, settings) for task in LETTER_TASKS}
     lines = []
     for task, rows in rows_by_task.items():
         lines += task_table(rows, LETTER_TASKS[task])
-    others = read_rows(model_runs, "mmlu", settings_of_other_parts())
+    others = rows_of_settings(model_runs, "mmlu", settings_of_other_parts())
     lines += task_table(others, "MMLU, other parts")
     write_text(study.runs_folder / f"{study.model}-summary.md", "\n".join(lines))
     print(*lines, sep="\n")
@@ -94,7 +91,7 @@ def summary(study: Study) -> None:
 def settings_of_table() -> list[tuple[str, str, Term]]:
     """The setting, the β as printed and the runs of each row, in the order of the tables."""
     settings = [("before fine-tuning", "", BASE)]
-    for part, name in SETTINGS.items():
+    for part, name in SETTING_LABELS.items():
         settings += [(name, f"{beta:g}", Term(part, beta)) for beta in BETAS]
         settings.append((f"{name}, then a temperature", "0", TEMPERATURE_TERMS[part]))
     return settings
@@ -107,15 +104,15 @@ def settings_of_other_parts() -> list[tuple[str, str, Term]]:
     return settings
 
 
-def read_rows(
-    model_runs: list[UnpackedRun], task: str, settings: list[tuple[str, str, Term]]
+def rows_of_settings(
+    model_runs: list[AnsweredRun], task: str, settings: list[tuple[str, str, Term]]
 ) -> list[Row]:
     """The settings that were asked a task, in the order of `settings`."""
     rows = []
     for setting, beta, term in settings:
         files = files_by_seed(model_runs, term, task)
         if files:
-            rows.append(Row(setting, beta, term, [read_answers(path) for path in files.values()]))
+            rows.append(Row(setting, beta, term, [*files.values()]))
     return rows
 
 
@@ -127,28 +124,66 @@ def task_table(rows: list[Row], title: str) -> list[str]:
     lines.append("|---" * len(COLUMNS) + "|")
     for row in rows:
         lines.append(f"| {' | '.join(cells_of_row(row))} |")
-    lines += ["", f"A calibrated model reads an ECE of up to {calibrated_ece(rows):.3f} here.", ""]
+    lines += [
+        "",
+        f"A calibrated model reads an ECE of up to {largest_ece_floor(rows):.3f} here.",
+        "",
+    ]
     return lines
 
 
 def cells_of_row(row: Row) -> list[str]:
-    """A row as it is printed, cell by cell."""
-    has_vocabulary = row.term not in TEMPERATURE_TERMS.values()
-    figures = figure_cells(row.answers, has_vocabulary)
-    return [row.setting, row.beta, str(len(row.answers)), *figures]
+    """A row as it is printed, cell by cell: each figure is the mean over seeds."""
+    accuracy = stats.estimate(row.evaluations, "accuracy", "choices")
+    cells = [row.setting, row.beta, str(len(row.files)), with_interval(accuracy, 1, 100)]
+    for metric in ("ece", "nll"):
+        for among in CONFIDENCES:
+            if among == "vocabulary" and row.term in TEMPERATURE_TERMS.values():
+                cells.append("–")
+            elif metric == "ece":
+                cells.append(f"{mean_ece(row, among):.3f}")
+            else:
+                loss = stats.estimate(row.evaluations, "nll", among)
+                cells.append(with_interval(loss, 3))
+    return cells
 
 
-def calibrated_ece(rows: list[Row]) -> float:
+def with_interval(estimate: stats.Estimate, digits: int, scale: float = 1) -> str:
+    """An estimate times `scale` with its interval, if it has one."""
+    assert estimate.value is not None  # every file of answers has an accuracy and a log loss
+    value = rounded(scale * estimate.value, digits)
+    if estimate.low is None or estimate.high is None:
+        return value
+    low = rounded(scale * estimate.low, digits)
+    high = rounded(scale * estimate.high, digits)
+    return f"{value} [{low}, {high}]"
+
+
+def rounded(number: float, digits: int) -> str:
+    """A number with so many decimals; a tie goes to the even digit.
+
+    Accuracies of 2,000 questions are often ties, which floating-point sums put on either side.
+    """
+    return f"{Decimal(f'{number:.9f}'):.{digits}f}"
+
+
+def mean_ece(row: Row, among: Among) -> float:
+    """The expected calibration error of a row, in the mean over seeds."""
+    return float(np.mean([each.values[among]["ece"] for each in row.evaluations]))
+
+
+def largest_ece_floor(rows: list[Row]) -> float:
     """The largest ECE, of all rows, that calibrated models stay below in 95 %."""
-    return max(max(each.calibrated_ece.values()) for row in rows for each in row.answers)
+    floors = [quick_evaluation.ece_floors(file) for row in rows for file in row.files]
+    return max(max(by_confidence.values()) for by_confidence in floors)
 
 
 def draw_ece(rows_by_task: dict[str, list[Row]], out: Path) -> None:
     """Draw a panel for each setting and task: ECE over β, among the choices and all tokens."""
     with rc_context(STYLE):
         canvas = Figure((6.5, 4.2), layout="constrained")
-        panels = canvas.subplots(len(SETTINGS), len(LETTER_TASKS), sharex=True, sharey="row")
-        for panels_of_setting, setting in zip(panels, SETTINGS.values(), strict=True):
+        panels = canvas.subplots(len(SETTING_LABELS), len(LETTER_TASKS), sharex=True, sharey="row")
+        for panels_of_setting, setting in zip(panels, SETTING_LABELS.values(), strict=True):
             for axis, task in zip(panels_of_setting, rows_by_task, strict=True):
                 rows = [row for row in rows_by_task[task] if row.setting == setting]
                 draw_panel(axis, rows)
@@ -168,62 +203,9 @@ def draw_panel(axis: Axes, rows: list[Row]) -> None:
     if not rows:
         return
     betas = [float(row.beta) for row in rows]
-    axis.axhspan(0, calibrated_ece(rows), color=GREY, alpha=0.25, lw=0, label="if calibrated")
-    for confidence, name, style in (
-        ("choices", "among the choices", "o-"),
-        ("vocabulary", "among all tokens", "o--"),
-    ):
-        eces = [np.mean([each.values[confidence]["ece"] for each in row.answers]) for row in rows]
-        fill = INK if confidence == "choices" else "white"
+    axis.axhspan(0, largest_ece_floor(rows), color=GREY, alpha=0.25, lw=0, label="if calibrated")
+    names = ("among the choices", "among all tokens")
+    for among, name, style in zip(CONFIDENCES, names, ("o-", "o--"), strict=True):
+        eces = [mean_ece(row, among) for row in rows]
+        fill = INK if among == "choices" else "white"
         axis.plot(betas, eces, style, color=INK, mfc=fill, ms=4, lw=1, label=name)
-
-
-def figure_cells(answers: list[Answers], has_vocabulary: bool) -> list[str]:
-    """Accuracy, two calibration errors and two log losses, each in the mean over seeds."""
-    percent = estimate(answers, "accuracy", "choices", scale=100)
-    cells = [f"{percent.value:.1f} [{percent.low:.1f}, {percent.high:.1f}]"]
-    for metric in ("ece", "nll"):
-        for confidence in ("choices", "vocabulary"):
-            if confidence == "vocabulary" and not has_vocabulary:
-                cells.append("–")
-            elif metric == "ece":
-                eces = [each.values[confidence]["ece"] for each in answers]
-                cells.append(f"{np.mean(eces):.3f}")
-            else:
-                loss = estimate(answers, metric, confidence)
-                cells.append(f"{loss.value:.3f} [{loss.low:.3f}, {loss.high:.3f}]")
-    return cells
-
-
-def estimate(
-    answers: list[Answers], metric: str, confidence: str, scale: float = 1
-) -> stats.Estimate:
-    """The mean of a metric over seeds with its 95 % interval, as `stats.estimate` makes it."""
-    figures = np.array([each.values[confidence][metric] for each in answers])
-    draws = np.stack([each.draws[confidence][metric] for each in answers])
-    lowest = scale * METRICS[metric].lowest
-    highest = scale * METRICS[metric].highest
-    return stats.estimate_mean(stats.Side(scale * figures, scale * draws), lowest, highest)
-
-
-def read_answers(path: Path) -> Answers:
-    """Measure a record file.
-
-    `calibeval.evaluations.load` measures every metric: minutes where these take seconds.
-    """
-    records = evaluations.in_order(record_files.read(path))
-    values: dict[str, dict[str, float]] = {}
-    draws: dict[str, dict[str, np.ndarray]] = {}
-    calibrated_ece: dict[str, float] = {}
-    for confidence in evaluations.CONFIDENCES:
-        sample = Sample(measures.scores(records, confidence))
-        names = ("accuracy", "ece", "nll")
-        values[confidence] = {name: float(METRICS[name](sample)[0]) for name in names}
-        parts: dict[str, list[np.ndarray]] = {"accuracy": [], "nll": []}
-        for counts in measures.resamples(len(records), evaluations.RESAMPLES):
-            resampled = Sample(sample.scores, counts)
-            for name, some in parts.items():
-                some.append(METRICS[name](resampled))
-        draws[confidence] = {name: np.concatenate(some) for name, some in parts.items()}
-        calibrated_ece[confidence] = evaluations.floor_tests(sample, ("ece",)).pop("ece").floor
-    return Answers(values, draws, calibrated_ece)

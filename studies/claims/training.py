@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
 
-VARIED = ("learning_rate", "label_smoothing")  # within a part, beside the seed
-SETTING = (*VARIED, "seed")  # what tells a part's runs apart
+# What varies within a part beside the seed: a part that varies more would train too little of it.
+VARIED = ("learning_rate", "label_smoothing")
+RUN_KEYS = (*VARIED, "seed")  # the keys of `train:` that tell a part's runs apart
 SECONDS_BETWEEN_LOOKS = 2
 
 
@@ -48,11 +49,11 @@ def prepare(study: Study, part: Part, overrides: list[str]) -> None:
     if part.name == "script":
         write_conversations()
     elif part.name == "base-mean":
-        from studies.claims import model_figures  # imports torch
+        from studies.claims import gpu_measures  # imports torch
 
         first_run = plan_sweep(CONFIG, overrides).runs[0]
         train_options = first_run.config().train_options
-        model_figures.write_base_mean(train_options, Path(train_options.smoothing_target))
+        gpu_measures.write_base_mean(train_options, Path(train_options.smoothing_target))
 
 
 def score_missing_baselines(study: Study, part: Part, plan: SweepPlan) -> int:
@@ -73,29 +74,42 @@ def score_missing_baselines(study: Study, part: Part, plan: SweepPlan) -> int:
     return 0
 
 
-def overrides_of_missing_runs(study: Study, part: Part, plan: SweepPlan) -> list[list[str]]:
-    """Overrides that select the trained runs of a plan that have no records.
+@dataclass(frozen=True)
+class MissingRuns:
+    """Trained runs without records: every learning rate and β of `values`, of every seed."""
 
-    There is one list of overrides for each group of seeds that lack the same runs.
-    """
-    recorded = recorded_runs(study)
-    settings_of_runs = [
-        run.config().train for run in plan.runs if lacks_records(recorded, part, run)
-    ]
-    seeds_by_changes: dict[tuple[str, ...], list[int]] = {}
-    settings = pd.DataFrame(settings_of_runs, columns=SETTING)
+    values: tuple[tuple[float, ...], ...]  # of each key in VARIED
+    seeds: tuple[int, ...]
+
+    def overrides(self, with_base: bool) -> list[str]:
+        """The words that select these runs of their part's sweep, and its base model or not."""
+        words = [
+            f"grid.{name}={[*values]}" for name, values in zip(VARIED, self.values, strict=True)
+        ]
+        words.append(f"grid.seed={[*self.seeds]}")
+        if not with_base:
+            words.append("score.base=false")
+        return words
+
+
+def missing_runs(runs: list[Run]) -> list[MissingRuns]:
+    """Runs that have no records, in groups: seeds that lack the same runs are trained together."""
+    settings = pd.DataFrame([run.config().train for run in runs], columns=RUN_KEYS)
+    seeds_of_values: dict[tuple[tuple[float, ...], ...], list[int]] = {}
     for seed in sorted(settings.seed.unique().tolist()):
         runs_of_seed = settings[settings.seed == seed]
-        changes = tuple(f"grid.{name}={runs_of_seed[name].unique().tolist()}" for name in VARIED)
-        seeds_by_changes.setdefault(changes, []).append(seed)
-    lacks_baseline = any(lacks_records(recorded, part, run) for run in plan.baselines)
-    without_base: list[str] = []
-    if plan.baselines and not lacks_baseline:
-        without_base = ["score.base=false"]
-    return [
-        [*changes, f"grid.seed={seeds}", *without_base]
-        for changes, seeds in seeds_by_changes.items()
-    ]
+        values = tuple(tuple(runs_of_seed[name].unique().tolist()) for name in VARIED)
+        seeds_of_values.setdefault(values, []).append(seed)
+    return [MissingRuns(values, tuple(seeds)) for values, seeds in seeds_of_values.items()]
+
+
+def overrides_of_missing_runs(study: Study, part: Part, plan: SweepPlan) -> list[list[str]]:
+    """For each launch that is needed, the overrides that select the runs without records."""
+    recorded = recorded_runs(study)
+    missing = missing_runs([run for run in plan.runs if lacks_records(recorded, part, run)])
+    lacks_base = any(lacks_records(recorded, part, run) for run in plan.baselines)
+    with_base = lacks_base or not plan.baselines
+    return [each.overrides(with_base) for each in missing]
 
 
 def recorded_runs(study: Study) -> dict[tuple[str, str], RunRecord]:
@@ -149,7 +163,7 @@ def keep_run(study: Study, part: Part, run: Run) -> None:
     What the base model has answered to tasks of other parts stays in its record.
     """
     config = run.config()
-    setting: dict[str, Any] = {name: config.train.get(name) for name in SETTING}
+    setting: dict[str, Any] = {name: config.train.get(name) for name in RUN_KEYS}
     key = record_key(part, run)
     record = RunRecord(*key, held_out_loss=held_out_loss(run), **setting)
     files = files_of_tasks(run)

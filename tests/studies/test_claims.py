@@ -4,7 +4,6 @@ computes; the report is right on runs of known calibration."""
 import json
 import re
 import shutil
-from functools import cache
 from pathlib import Path
 
 import datasets
@@ -16,14 +15,15 @@ import torch
 from made_records import read_lines, write_lines, write_records
 from studies.claims import __main__ as claims
 from studies.claims import (
-    calibration_runs,
+    answers,
     contrasts,
-    figures,
-    model_figures,
+    derived,
+    forest,
+    gpu_measures,
     parts,
     posthoc,
+    quick_evaluation,
     report,
-    summary,
     training,
 )
 from studies.claims.parts import CONFIG, PARTS, Study
@@ -38,6 +38,7 @@ from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 
 MODEL = "smollm2-135m"
+LARGE = "qwen2.5-coder-1.5b"
 PUBLISHED = RecordStore(parts.HERE / "records")
 TASKS = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in ("val", "test")]
 PART = {part.name: part for part in PARTS}
@@ -102,7 +103,12 @@ def test_the_grid_comes_first_and_the_report_last(monkeypatch, capsys):
     assert done(MODEL, "workers=2") == (0, [*RUNS, *LAST])
     assert done(MODEL, failing=["sum", "filtered"]) == (2, [*RUNS, *LAST])
     assert "not whole: sum, filtered; why is said above" in capsys.readouterr().err
-    assert done(MODEL, failing=["grid"]) == (2, ["grid"])  # whose rate is that of all others
+    own_rates = ["grid", "high-rate", "over-trained"]  # the others have the rate of the grid
+    assert done(MODEL, failing=["grid"]) == (2, [*own_rates, *LAST])
+    others = [name for name in RUNS if name not in own_rates[1:]]
+    assert f"not whole: {', '.join(others)}; why is said above" in capsys.readouterr().err
+    # Nothing is on record of a new model, and so no step has anything to do.
+    assert done("new", failing=["grid"]) == (2, own_rates)
     capsys.readouterr()
     without_equal = [name for name in (*RUNS, *LAST) if name != "equal"]  # whose rate seeds tell
     assert done(MODEL, failing=["recommended"]) == (2, without_equal)
@@ -110,6 +116,22 @@ def test_the_grid_comes_first_and_the_report_last(monkeypatch, capsys):
     assert done(MODEL, "gird") == (2, [])
     assert "gird: no such part; known: grid, recommended" in capsys.readouterr().err
     assert done() == (2, [])
+
+
+def test_help_is_no_error_and_nothing_asked_is(capsys):
+    assert claims.main(["--help"]) == 0
+    assert claims.main(["-h", MODEL]) == 0
+    assert claims.main([]) == 2
+    assert capsys.readouterr().out.count("python -m studies.claims MODEL") == 3
+
+
+def test_a_stopped_study_says_that_it_goes_on(monkeypatch, capsys):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(claims, "do_parts", stop)
+    assert claims.main([MODEL]) == 130
+    assert "the same command continues" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -179,6 +201,21 @@ def test_an_equal_loss_needs_the_loss_that_it_equals(study):
         parts.equal_rate(study)
 
 
+def test_an_equal_loss_needs_losses_that_grow(study):
+    """Where they fall on the way, several rates have the loss that is sought."""
+    add_grid(study, {5e-6: (1.2,), 2e-5: (1.5,), 5e-5: (1.4,), 2e-4: (1.8,)})
+    smoothed = RunRecord("recommended", "s", label_smoothing=0.1, seed=0, held_out_loss=1.45)
+    study.store.add(MODEL, smoothed, {})
+    with pytest.raises(InputError, match=r"do not grow from the chosen rate on .*1\.5000 at 2e-05"):
+        parts.equal_rate(study)
+
+
+def test_runs_are_trained_in_the_studys_folder(folders):
+    study = Study("new", folders / "elsewhere")
+    plan = plan_sweep(CONFIG, parts.sweep_overrides(study, PART["grid"], []))
+    assert {run.path.parent for run in plan.runs} == {study.part_folder("grid")}
+
+
 def test_two_runs_of_a_setting_and_seed_are_refused(study, folders):
     """As they are after a changed learning rate, beside the ones before; neither would be right."""
     write_records(file := folders / "mmlu.jsonl", 50, 1.5, seed=7)
@@ -190,7 +227,7 @@ def test_two_runs_of_a_setting_and_seed_are_refused(study, folders):
     with pytest.raises(
         InputError, match=r"r1e-05 and r2e-05 are both runs of recommended, β = 0\.1, "
     ):
-        contrasts.files_by_seed(contrasts.unpack_answers(study), contrasts.SMOOTHED, "mmlu")
+        answers.files_by_seed(derived.answered_runs(study), answers.SMOOTHED, "mmlu")
 
 
 def test_the_base_model_alone_is_scored_where_only_it_lacks_records(
@@ -250,7 +287,7 @@ def tiny_study(folders):
     return Study("tiny", folders / "runs", RecordStore(folders / "records"))
 
 
-def answers(folder: str | Path, updates, rows) -> tuple[torch.Tensor, torch.Tensor]:
+def target_logits(folder: str | Path, updates, rows) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits (N, V) and tokens (N,) of all targets of some conversations, one by one."""
     model, z, y = AutoModelForCausalLM.from_pretrained(folder).eval(), [], []
     for row in rows:
@@ -269,7 +306,7 @@ def make_trained(study: Study, part: str, overrides: list[str]) -> list[Run]:
     plan.create()
     for number, cell in enumerate(plan.runs):
         model = AutoModelForCausalLM.from_pretrained("models/tiny")
-        _, updates = model_figures.tokenizer_and_dataset(cell.config().train_options)
+        _, updates = gpu_measures.tokenizer_and_dataset(cell.config().train_options)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(10 + number):
             model(**updates.collate(updates.train_conversations[:20])).loss.backward()
@@ -281,8 +318,8 @@ def make_trained(study: Study, part: str, overrides: list[str]) -> list[Run]:
 def test_the_entropy_gap_is_what_a_plain_loop_reads(tiny, tiny_study, folders, monkeypatch):
     """The temperature at which entropy is NLL, and NLL least; what is known is not measured anew,
     and what only chose a rate not at all."""
-    monkeypatch.setattr(model_figures, "CHUNK", 7)
-    monkeypatch.setattr(model_figures, "TOP", 10)
+    monkeypatch.setattr(gpu_measures, "CHUNK", 7)
+    monkeypatch.setattr(gpu_measures, "TOP", 10)
     make_trained(tiny_study, "grid", [*tiny, "grid.learning_rate=[1.0e-5]"])
     cells = make_trained(tiny_study, "unigram", tiny)
     posthoc.measure_entropy_gaps(tiny_study)
@@ -291,8 +328,8 @@ def test_the_entropy_gap_is_what_a_plain_loop_reads(tiny, tiny_study, folders, m
     for row, cell in zip(found, sorted(cells, key=lambda cell: cell.name), strict=True):
         assert row["part"] == row["smoothing_target"] == "unigram"
         assert row["label_smoothing"] == 0.1 and row["seed"] == cell.config().train["seed"]
-        _, updates = model_figures.tokenizer_and_dataset(cell.config().train_options)
-        z, y = answers(cell.model, updates, updates.held_out_conversations)
+        _, updates = gpu_measures.tokenizer_and_dataset(cell.config().train_options)
+        z, y = target_logits(cell.model, updates, updates.held_out_conversations)
 
         def read(tau: float, z=z, y=y) -> tuple[float, float]:
             p = (z / tau).softmax(-1)
@@ -310,12 +347,12 @@ def test_the_entropy_gap_is_what_a_plain_loop_reads(tiny, tiny_study, folders, m
         assert 0.35 < at < 1.95 and abs(at - 1) > 0.05
         assert there[0] == pytest.approx(there[1], abs=1e-4)
         assert there[0] < min(read(0.95 * at)[0], read(1.05 * at)[0])
-    monkeypatch.setattr(model_figures, "entropy_gap", None)
+    monkeypatch.setattr(gpu_measures, "entropy_gap", None)
     posthoc.measure_entropy_gaps(tiny_study)
     assert len((folders / "records/tiny/entropy_gap.jsonl").read_text().splitlines()) == 2
     # A run of another part may have the same name, and is another model all the same.
     shutil.copytree(cells[0].path, folders / "runs/tiny-half-data" / cells[0].name)
-    monkeypatch.setattr(model_figures, "entropy_gap", lambda run: {"nll": 0.0})
+    monkeypatch.setattr(gpu_measures, "entropy_gap", lambda run: {"nll": 0.0})
     posthoc.measure_entropy_gaps(tiny_study)
     rows = [json.loads(line) for line in (folders / "records/tiny/entropy_gap.jsonl").open()]
     assert [row["part"] for row in rows] == ["unigram", "unigram", "half-data"]
@@ -323,19 +360,19 @@ def test_the_entropy_gap_is_what_a_plain_loop_reads(tiny, tiny_study, folders, m
 
 def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders, monkeypatch):
     """And what is packed of their records loses nothing but digits."""
-    monkeypatch.setattr(model_figures, "ALPHAS", (0.2, 0.7))
+    monkeypatch.setattr(gpu_measures, "ALPHAS", (0.2, 0.7))
     cells = make_trained(tiny_study, "recommended", [*tiny, "grid.label_smoothing=[0.0,0.1]"])
     plain = [cell for cell in cells if cell.config().train["label_smoothing"] == 0]
     posthoc.average_weights(tiny_study)
     packed_runs = {
-        run.record.run: (run.record, run.folder) for run in contrasts.unpack_answers(tiny_study)
+        run.record.run: (run.record, run.folder) for run in derived.answered_runs(tiny_study)
     }
     assert packed_runs.keys() == {cell.name for cell in plain}
     base = AutoModelForCausalLM.from_pretrained("models/tiny")
     tokenizer = AutoTokenizer.from_pretrained("models/tiny")
     for cell in plain:
         (record, out), losses, made = packed_runs[cell.name], {}, {}
-        for alpha in model_figures.ALPHAS:
+        for alpha in gpu_measures.ALPHAS:
             model = AutoModelForCausalLM.from_pretrained(cell.model)
             ours = model.state_dict()
             for name, theirs in base.state_dict().items():
@@ -358,7 +395,7 @@ def test_of_a_temperature_the_number_is_kept(tiny, tiny_study, folders):
     cell, _ = make_trained(tiny_study, "recommended", [*tiny, "grid.label_smoothing=[0.0]"])
     AutoTokenizer.from_pretrained("models/tiny").save_pretrained(cell.model)
     calibeval.score(cell.model, tasks=TASKS, out=(scores := cell.scores), progress=False)
-    entry = {key: cell.config().train[key] for key in training.SETTING} | {"dataset": "mmlu"}
+    entry = {key: cell.config().train[key] for key in training.RUN_KEYS} | {"dataset": "mmlu"}
     entry |= {"run": cell.name, "records": f"../{cell.name}/scores/test.jsonl"}
     write_text(folders / "runs/tiny-recommended/results/index.jsonl", json.dumps(entry))
     posthoc.fit_temperatures(tiny_study)
@@ -371,8 +408,8 @@ def test_of_a_temperature_the_number_is_kept(tiny, tiny_study, folders):
 def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(
     tiny, tiny_study, folders, monkeypatch
 ):
-    monkeypatch.setattr(model_figures, "CONVERSATIONS", 9)
-    monkeypatch.setattr(model_figures, "CHUNK", 7)
+    monkeypatch.setattr(gpu_measures, "CONVERSATIONS", 9)
+    monkeypatch.setattr(gpu_measures, "CHUNK", 7)
     asked, found = parts.sweep_overrides(tiny_study, PART["base-mean"], tiny), []
 
     def launch(words: list[str], started=training.subprocess.Popen):
@@ -381,14 +418,14 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(
 
     monkeypatch.setattr(training.subprocess, "Popen", launch)
     assert training.train(tiny_study, PART["base-mean"], asked) == 0
-    _, updates = model_figures.tokenizer_and_dataset(
+    _, updates = gpu_measures.tokenizer_and_dataset(
         plan_sweep(CONFIG, asked).runs[0].config().train_options
     )
-    z, _ = answers("models/tiny", updates, updates.train_conversations[:9])
+    z, _ = target_logits("models/tiny", updates, updates.train_conversations[:9])
     (u,) = found
     assert u.dtype == float and abs(u.sum() - 1) < 1e-12
     np.testing.assert_allclose(u, z.softmax(-1).mean(0), rtol=1e-5)
-    monkeypatch.setattr(model_figures, "load_base_model", None)  # it is not made again
+    monkeypatch.setattr(gpu_measures, "load_base_model", None)  # it is not made again
     assert training.train(tiny_study, PART["base-mean"], asked) == 0
 
 
@@ -443,7 +480,7 @@ def test_a_temperature_by_agreement_is_fitted_where_models_agree(folders):
         row["logprobs"] = (logits - np.logaddexp.reduce(logits)).tolist()
         row["letter_mass"] = 1.0
     tuned = write_lines(folders / "tuned.jsonl", rows)
-    assert contrasts.agreement_temperature(base, tuned) == pytest.approx(2, abs=1e-3)
+    assert derived.agreement_temperature(base, tuned) == pytest.approx(2, abs=1e-3)
 
 
 def test_records_of_other_questions_are_not_packed_together(study, folders):
@@ -452,74 +489,6 @@ def test_records_of_other_questions_are_not_packed_together(study, folders):
     study.store.add("m", RunRecord("base", "a"), {"mmlu": folders / "a.jsonl"})
     with pytest.raises(InputError, match="mmlu was asked in other words, or of other questions"):
         study.store.add("m", RunRecord("base", "b"), {"mmlu": folders / "b.jsonl"})
-
-
-def page_cell(found: contrasts.Difference) -> str:
-    """A difference as the page has it: to one decimal, with a minus sign."""
-    estimate = found.estimate
-    value = f"{estimate.value:+.1f}"
-    if estimate.significant:
-        value = f"**{value}**"
-    return f"{value} [{estimate.low:.1f}, {estimate.high:.1f}]".replace("-", "−")
-
-
-def runs_of_contrast(model: str, contrast: contrasts.Contrast, folder: Path) -> list:
-    """The published runs of a contrast, with their answers to MMLU alone unpacked."""
-    questions = PUBLISHED.questions()
-    terms = [term for _, term in contrast.weighted_terms()]
-    runs = []
-    for record in PUBLISHED.runs(model):
-        if any(term.matches(record) for term in terms):
-            record.tasks = {"mmlu": record.tasks["mmlu"]}
-            PUBLISHED.unpack(model, record, questions, folder / record.part / record.run)
-            runs.append(contrasts.UnpackedRun(record, folder / record.part / record.run))
-    return runs
-
-
-SMOOTHING = contrasts.pair("β = 0.1 less β = 0", contrasts.SMOOTHED, contrasts.PLAIN)
-ONE_EPOCH = contrasts.pair("β = 0 less base", contrasts.PLAIN, contrasts.BASE)
-UNIGRAM = contrasts.pair("unigram", contrasts.Term("unigram", 0.1), contrasts.SMOOTHED)
-
-
-@pytest.mark.parametrize(
-    ("model", "contrast", "row", "column"),
-    [
-        (MODEL, SMOOTHING, "| β = 0.1 against β = 0 |", 3),
-        pytest.param(
-            "qwen2.5-coder-1.5b",
-            SMOOTHING,
-            "| β = 0.1 improves it, as recommended |",
-            None,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "qwen2.5-coder-0.5b",
-            ONE_EPOCH,
-            "| β = 0 against before fine-tuning |",
-            2,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "qwen2.5-coder-1.5b",
-            UNIGRAM,
-            "| Spreading β by token frequency is better |",
-            None,
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_the_pages_claims_are_what_the_published_records_say(model, contrast, row, column, folders):
-    """Sign, size, interval and significance; `column` is None in the table of the 1.5B's claims."""
-    page = (parts.HERE / "README.md").read_text()
-    runs = runs_of_contrast(model, contrast, folders)
-    cells = [
-        page_cell(contrasts.difference(runs, contrast, contrasts.Quantity("mmlu", confidence)))
-        for confidence in ("choices", "vocabulary")
-    ]
-    (line,) = (line for line in page.splitlines() if line.startswith(row))
-    expected = cells if column is None else ["; ".join(cells)]
-    stated = [cell.strip() for cell in line.split("|")]
-    assert stated[3:5] == expected if column is None else stated[column] == expected[0]
 
 
 def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
@@ -617,296 +586,6 @@ def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, fold
     assert stated == round(max(ceilings), 3)
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"])
-def test_the_page_tells_what_the_published_records_say(model, folders):
-    """Of the base models, whose rows take seconds; `python -m studies.claims` makes all rows."""
-    page = (parts.HERE / "README.md").read_text()
-    (base,) = (record for record in PUBLISHED.runs(model) if record.part == "base")
-    PUBLISHED.unpack(model, base, PUBLISHED.questions(), folders)
-    for task in contrasts.LETTER_TASKS:
-        cells = summary.figure_cells(
-            [summary.read_answers(folders / f"{task}.jsonl")], has_vocabulary=True
-        )
-        assert f"| {' | '.join(cells)} |" in page
-
-
-LARGE = "qwen2.5-coder-1.5b"
-SMALL = "qwen2.5-coder-0.5b"
-# The rows of the table of claims, in its order: the contrast, and the model or task where it is
-# not the 1.5B's or not MMLU.
-CLAIMS = [
-    ("β = 0 less base", LARGE, "mmlu"),
-    ("β = 0 less base", SMALL, "mmlu"),
-    ("β = 0 less base", SMALL, "arc-letters"),
-    ("two epochs less base", LARGE, "mmlu"),
-    ("over-trained less base", LARGE, "mmlu"),
-    *(("recommended: β = 0.1 less 0", LARGE, task) for task in contrasts.LETTER_TASKS),
-    ("recommended: β = 0.1 less 0", SMALL, "mmlu"),
-    ("recommended: β = 0.2 less 0", LARGE, "mmlu"),
-    ("over-trained: β = 0.1 less 0", LARGE, "mmlu"),
-    ("over-trained: β = 0.1 less 0", LARGE, "arc-letters"),
-    ("over-trained: β = 0.1 less 0", SMALL, "mmlu"),
-    ("over-trained: β = 0.3 less 0", LARGE, "mmlu"),
-    ("over-trained: β = 0.3 less 0", LARGE, "arc-letters"),
-    ("over-trained: β = 0.3 less 0", LARGE, "hellaswag-letters"),
-    ("over-trained: β = 0.5 less 0", LARGE, "mmlu"),
-    ("– less that of `recommended`, sum, clipped", LARGE, "mmlu"),
-    ("open-instruct's script: 0.1 less 0", LARGE, "mmlu"),
-    ("equal held-out loss: 0.1 less 0", LARGE, "mmlu"),
-    *(("temperature after β = 0, less β = 0", LARGE, task) for task in contrasts.LETTER_TASKS),
-    *(("temperature after β = 0, less β = 0.1", LARGE, task) for task in contrasts.LETTER_TASKS),
-    *(
-        ("over-trained: temperature after β = 0, less β = 0", LARGE, t)
-        for t in contrasts.LETTER_TASKS
-    ),
-    ("over-trained: temperature after β = 0, less β = 0.5", LARGE, "mmlu"),
-    *(("DACA's temperature after β = 0, less β = 0", LARGE, t) for t in contrasts.LETTER_TASKS),
-    ("DACA's temperature (of the test) less one of val", LARGE, "mmlu"),
-    ("half the conversations, less β = 0.1", LARGE, "mmlu"),
-    ("averaged with base, less β = 0.1", LARGE, "mmlu"),
-    ("unigram less uniform, β = 0.1", LARGE, "mmlu"),
-    ("base mean less uniform, β = 0.1", LARGE, "mmlu"),
-    ("filtered less exact, β = 0.1", LARGE, "mmlu"),
-]
-# The rows of the other models' table, of MMLU unless tasks are named.
-ELSEWHERE = ["arc-letters", "hellaswag-letters"]
-OTHER_ROWS = [
-    ("β = 0 less base", ["mmlu"]),
-    ("two epochs less base", ["mmlu"]),
-    ("over-trained less base", ["mmlu"]),
-    ("recommended: β = 0.1 less 0", ["mmlu"]),
-    ("recommended: β = 0.5 less 0", ["mmlu"]),
-    ("over-trained: β = 0.1 less 0", ["mmlu"]),
-    ("over-trained: β = 0.2 less 0", ["mmlu"]),
-    ("over-trained: β = 0.3 less 0", ["mmlu"]),
-    ("over-trained: temperature after β = 0, less β = 0", ["mmlu"]),
-    ("over-trained: temperature after β = 0, less β = 0", ELSEWHERE),
-    ("equal held-out loss: 0.1 less 0", ["mmlu"]),
-    ("temperature after β = 0, less β = 0.1", ["mmlu"]),
-    ("temperature after β = 0, less β = 0.1", ELSEWHERE),
-    ("DACA's temperature after β = 0, less β = 0", ["mmlu"]),
-    ("DACA's temperature after β = 0, less β = 0", ELSEWHERE),
-    ("half the conversations, less β = 0.1", ["mmlu"]),
-    ("averaged with base, less β = 0.1", ["mmlu"]),
-    ("unigram less uniform, β = 0.1", ["mmlu"]),
-    ("base mean less uniform, β = 0.1", ["mmlu"]),
-]
-CONTRAST = {contrast.name: contrast for contrast in contrasts.CONTRASTS}
-
-
-def page_rows(heading: str) -> list[list[str]]:
-    """The cells of the rows of the claims page's table whose first line begins so."""
-    page = (parts.HERE / "README.md").read_text()
-    table = page[page.index(f"\n| {heading}") :].split("\n\n")[0]
-    return [line.strip("| ").split(" | ") for line in table.splitlines()[3:]]
-
-
-def printed(runs: list[contrasts.UnpackedRun], name: str, task: str, confidence: str) -> str | None:
-    """A difference as the page prints it; None where there is none."""
-    quantity = contrasts.Quantity(task, confidence)
-    found = contrasts.difference(runs, CONTRAST[name], quantity)
-    if found is None:
-        return None
-    estimate = found.estimate
-    value = f"{estimate.value:+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0")
-    if estimate.significant:
-        value = f"**{value}**"
-    return f"{value} [{estimate.low:.1f}, {estimate.high:.1f}]".replace("-", "−")
-
-
-@pytest.fixture(scope="module")
-def published_runs(tmp_path_factory):
-    """published_runs(model) → its published runs with their answers, unpacked once."""
-    folder = tmp_path_factory.mktemp("claims")
-
-    @cache
-    def unpack(model: str) -> list[contrasts.UnpackedRun]:
-        return contrasts.unpack_answers(Study(model, folder, PUBLISHED))
-
-    return unpack
-
-
-@pytest.mark.slow
-def test_the_table_of_claims_is_what_the_records_say(published_runs):
-    rows = page_rows("claim | verdict")
-    expected = []
-    for cells, (name, model, task) in zip(rows, CLAIMS, strict=True):
-        runs = published_runs(model)
-        among_choices = printed(runs, name, task, "choices")
-        among_tokens = printed(runs, name, task, "vocabulary") or "not read"
-        expected.append([*cells[:2], among_choices, among_tokens])
-    assert rows == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("among", "confidence", "column"),
-    [("all tokens", "vocabulary", 5), ("the choices", "choices", 4)],
-)
-def test_what_each_beta_does_to_the_over_trained_model_is_what_the_records_say(
-    published_runs, among, confidence, column
-):
-    """Each change is the records', and the ECE before it that of the first tables."""
-    runs = published_runs(LARGE)
-    eces = {}
-    for model, task, cells in rows_of_first_tables():
-        if model == LARGE and cells[0] == "over-trained":
-            eces[task, cells[1]] = cells[column]
-    rows = page_rows(f"over-trained, among {among}")
-    assert [row[0] for row in rows] == [f"β = {beta:g}" for beta in parts.BETAS]
-    for cells in rows:
-        beta = cells[0].removeprefix("β = ")
-        expected = []
-        for task in contrasts.LETTER_TASKS:
-            cell = eces[task, beta]
-            if beta != "0":
-                change = printed(runs, f"over-trained: β = {beta} less 0", task, confidence)
-                cell = f"{cell} ({change})"
-            expected.append(cell)
-        assert cells[1:] == expected
-
-
-def test_the_headlines_over_beta_agree_with_the_tables():
-    """ECE among all tokens of the over-trained 1.5B, which stands on README and twice here."""
-    claims = (parts.HERE / "README.md").read_text()
-    readme = (parts.HERE.parents[1] / "README.md").read_text()
-    tables = claims.split("| model and setting |")[1:4]  # MMLU, ARC-Easy, HellaSwag
-    in_readme = readme[readme.index("| over-trained 1.5B, ECE among all tokens |") :]
-    readme_rows = [line.strip("| ").split(" | ") for line in in_readme.splitlines()[2:7]]
-    claims_rows = page_rows("over-trained, among all tokens")
-    assert [row[0] for row in readme_rows] == [row[0] for row in claims_rows]
-    assert len(readme_rows) == len(parts.BETAS)
-    for short, long in zip(readme_rows, claims_rows, strict=True):
-        beta = short[0].removeprefix("β = ")
-        for table, short_cell, long_cell in zip(tables, short[1:], long[1:], strict=True):
-            line = next(
-                row for row in table.splitlines() if row.startswith(f"| over-trained | {beta} ")
-            )
-            ece = line.strip("| ").split(" | ")[5]
-            assert short_cell.split(",")[0] == long_cell.split(" ")[0] == ece
-            if beta == "0":
-                continue
-            verdict = "no difference"
-            if "(**" in long_cell:
-                verdict = "lower" if "−" in long_cell.split("**")[1] else "**higher**"
-            assert short_cell.split(", ")[1] == verdict
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("column", "model"), [(1, SMALL), (2, "smollm2-135m"), (3, "gemma-3-270m")]
-)
-def test_the_other_models_rows_are_what_the_records_say(published_runs, column, model):
-    rows = page_rows("change of the squared calibration error")
-    assert len(rows) == len(OTHER_ROWS)
-    expected = []
-    for name, tasks in OTHER_ROWS:
-        readings = [
-            (task, confidence) for task in tasks for confidence in ("choices", "vocabulary")
-        ]
-        found = [printed(published_runs(model), name, *reading) for reading in readings]
-        expected.append("; ".join(filter(None, found)) or "not trained")
-    assert [cells[column] for cells in rows] == expected
-
-
-LABELS = {
-    "Qwen2.5-Coder 1.5B": LARGE,
-    "Qwen2.5-Coder 0.5B": SMALL,
-    "SmolLM2 135M": "smollm2-135m",
-    "Gemma 3 270M": "gemma-3-270m",
-}
-# The tasks of the page's tables of accuracy, ECE and log loss, in their order; the last table has
-# the models at chance.
-TASKS_OF_TABLES = ["mmlu", "arc-letters", "hellaswag-letters", "mmlu"]
-
-
-def rows_of_first_tables() -> list[tuple[str, str, list[str]]]:
-    """The model, the task and the cells of each row of the page's tables of levels."""
-    page = (parts.HERE / "README.md").read_text()
-    tables = page.split("\n| model and setting | ")[1:]
-    rows = []
-    for table, task in zip(tables, TASKS_OF_TABLES, strict=True):
-        model = ""
-        for line in table.split("\n\n")[0].splitlines()[2:]:
-            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-            if cells[0].startswith("**"):
-                label, cells[0] = cells[0].removeprefix("**").split("**, ")
-                model = LABELS[label]
-            rows.append((model, task, cells))
-    return rows
-
-
-def test_the_first_tables_have_every_setting_once():
-    found: dict[tuple[str, str], list[list[str]]] = {}
-    for model, task, cells in rows_of_first_tables():
-        found.setdefault((model, task), []).append(cells[:2])
-    all_settings = [[setting, beta] for setting, beta, _ in summary.settings_of_table()]
-    assert len(all_settings) == 13
-    as_recommended = [cells for cells in all_settings if "over-trained" not in cells[0]]
-    expected = {}
-    for model in (LARGE, SMALL):
-        for task in contrasts.LETTER_TASKS:
-            expected[model, task] = all_settings
-    for model in ("smollm2-135m", "gemma-3-270m"):
-        expected[model, "mmlu"] = as_recommended
-    assert found == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "task", "cells"),
-    [
-        pytest.param(*row, id="-".join([row[0], row[1], *row[2][:2]]))
-        for row in rows_of_first_tables()
-    ],
-)
-def test_a_row_of_the_first_tables_is_what_the_records_say(published_runs, model, task, cells):
-    """Model, setting, β, seeds and all figures; `python -m studies.claims MODEL summary`."""
-    settings = [each for each in summary.settings_of_table() if [*each[:2]] == cells[:2]]
-    (row,) = summary.read_rows(published_runs(model), task, settings)
-    assert summary.cells_of_row(row) == cells
-
-
-def test_the_page_tells_the_held_out_losses():
-    """`python -m studies.claims MODEL report` prints them."""
-    page = (parts.HERE / "README.md").read_text()
-    (line,) = (line for line in page.splitlines() if line.startswith("- **Held-out loss**"))
-    losses = {}
-    for table_line in report.held_out_loss_table(Study(LARGE))[2:-1]:
-        part, _, beta, loss, _ = table_line.strip("| ").split(" | ")
-        losses[part, beta] = loss
-    of_betas = ", ".join(losses["recommended", f"{beta:g}"] for beta in parts.BETAS)
-    assert f"2, 0.3 and 0.5: {of_betas};" in line
-    assert f"after two epochs {losses['two-epochs', '0']};" in line
-    over_trained = losses["over-trained", "0"], losses["over-trained", "0.3"]
-    assert "over-trained {}, with β = 0.3 {}.".format(*over_trained) in line
-
-
-@pytest.mark.slow
-def test_the_page_tells_what_parts_beside_the_first_tables_read(published_runs):
-    page = (parts.HERE / "README.md").read_text()
-    runs = published_runs(LARGE)
-    rows = summary.read_rows(runs, "mmlu", summary.settings_of_other_parts())
-    cells = {(row.setting, row.beta): summary.cells_of_row(row) for row in rows}
-    accuracy = {key: values[3].split(" [")[0] for key, values in cells.items()}
-    assert f"falls to chance ({accuracy['high-rate', '0']} %, five seeds)" in page
-    between = [accuracy["high-rate", beta] for beta in ("0.1", "0.2", "0.3")]
-    assert "reads {}, {} and {} % at β = 0.1, 0.2 and 0.3".format(*between) in page
-    assert f"At β = 0.5 it reads {accuracy['high-rate', '0.5']} %," in page
-    losses = [cells["high-rate", beta][7].split(" [")[0] for beta in ("0", "0.1")]
-    assert "show none for β = 0.1 ({} at β = 0, {} at 0.1)".format(*losses) in page
-    _, _, _, _, choices, tokens, _, _ = cells["two-epochs", "0"]
-    assert (
-        f"Two epochs read {accuracy['two-epochs', '0']} % on MMLU at an ECE of {choices} among the "
-        f"choices and {tokens} among all tokens." in page
-    )
-    on = [
-        printed(runs, "recommended: β = 0.3 less 0.1", "mmlu", confidence).replace("**", "")
-        for confidence in ("choices", "vocabulary")
-    ]
-    assert f"(ECE 0.038 to 0.023; {on[0]})" in page and f"(0.024 to 0.036; {on[1]})" in page
-
-
 def test_over_trained_answers_are_read_at_a_temperature_of_others(study, folders):
     """On MMLU of the other half of the questions, elsewhere of all of MMLU's."""
     tasks = {}
@@ -914,58 +593,73 @@ def test_over_trained_answers_are_read_at_a_temperature_of_others(study, folders
         write_records(folders / f"{task}.jsonl", 200, 3.0, seed=seed)
         tasks[task] = folders / f"{task}.jsonl"
     study.store.add(MODEL, RunRecord("over-trained", "h", label_smoothing=0.0, seed=0), tasks)
-    over_trained, cooled = contrasts.unpack_answers(study)
-    assert (cooled.record.part, cooled.record.seed) == ("over-trained-temperature", 0)
+    over_trained, at_temperature = derived.answered_runs(study)
+    assert at_temperature.record.key == ("over-trained-temperature", "0")
 
     before = records.read(over_trained.folder / "mmlu.jsonl")
     expected, halves = cross_fitted(before)
-    found = records.read(cooled.folder / "mmlu.jsonl")
+    found = records.read(at_temperature.folder / "mmlu.jsonl")
     assert halves[0] != halves[1] and min(halves) > 1.5
     np.testing.assert_allclose(found.logprobs, expected.logprobs)
     assert np.isnan(found.letter_mass).all() and found.ids == before.ids
 
-    elsewhere = records.read(cooled.folder / "arc-letters.jsonl")
+    elsewhere = records.read(at_temperature.folder / "arc-letters.jsonl")
     carried = records.read(over_trained.folder / "arc-letters.jsonl").logprobs
-    scaled = torch.tensor(carried / cooled.record.temperature).log_softmax(-1)
+    scaled = torch.tensor(carried / at_temperature.record.temperature).log_softmax(-1)
     np.testing.assert_allclose(elsewhere.logprobs, scaled)
-    assert cooled.record.temperature == scaling.fit(before, np.ones(200, bool))[0]
+    assert at_temperature.record.temperature == scaling.fit(before, np.ones(200, bool))[0]
 
 
 @pytest.mark.parametrize("normalise", [None, "sum"])
 def test_the_quick_figures_are_those_of_stats(folders, normalise):
     write_records(folders / "mmlu.jsonl", 300, 1.5, seed=7)
     expected = evaluations.load(folders / "mmlu.jsonl", normalise)
-    found = calibration_runs.load(folders / "mmlu.jsonl", normalise)
+    metrics = ("accuracy", "nll", "aurc", "rms_debiased")
+    found = quick_evaluation.load(folders / "mmlu.jsonl", metrics, normalise)
     assert found.confidences == expected.confidences == ("choices", "vocabulary")
     assert found.questions_sha256 == expected.questions_sha256
     for confidence in found.confidences:
-        name = calibration_runs.SQUARED_ERROR
+        name = "rms_debiased"
         squares = found.squares[confidence][name], expected.squares[confidence][name]
         assert squares[0].observed == squares[1].observed
         np.testing.assert_array_equal(squares[0].noise_part, squares[1].noise_part)
         np.testing.assert_array_equal(squares[0].gap_part, squares[1].gap_part)
-        for name in calibration_runs.MEANS:
+        for name in ("accuracy", "nll", "aurc"):
             assert found.values[confidence][name] == expected.values[confidence][name]
             draws = found.draws[confidence][name], expected.draws[confidence][name]
             np.testing.assert_array_equal(*draws)
 
 
+def test_the_quick_figures_are_those_of_the_file_as_it_is_now(folders):
+    accuracies = []
+    for seed in (1, 2):
+        write_records(file := folders / "mmlu.jsonl", 100, 1.5, seed=seed)
+        accuracies.append(quick_evaluation.load(file, ("accuracy",)).values["choices"]["accuracy"])
+    assert accuracies[0] != accuracies[1]
+
+
+def test_a_line_is_drawn_where_another_setting_begins():
+    """Also where a model lacks a β."""
+    names = ["A: β = 0.1", "A: β = 0.2", "A, over-trained: β = 0.1", "B: β = 0.1", "B: β = 0.2"]
+    assert forest.first_rows_of_settings(names) == [2, 3]
+
+
 def test_a_contrast_of_the_base_model_with_itself_is_nothing(study, folders):
     write_records(folders / "base.jsonl", 50, 1.5, seed=7)
     study.store.add(MODEL, RunRecord("base", "b"), {"mmlu": folders / "base.jsonl"})
-    itself = contrasts.pair("itself", contrasts.BASE, contrasts.BASE)
-    found = contrasts.difference(contrasts.unpack_answers(study), itself, contrasts.CALIBRATION[0])
+    itself = contrasts.pair("itself", answers.BASE, answers.BASE)
+    found = contrasts.difference(derived.answered_runs(study), itself, contrasts.CALIBRATION[0])
     assert found.estimate.value == 0 and found.seeds == 1
-    lacking = contrasts.pair("lacking", contrasts.BASE, contrasts.PLAIN)
+    lacking = contrasts.pair("lacking", answers.BASE, answers.PLAIN)
     quantity = contrasts.CALIBRATION[0]
-    assert contrasts.difference(contrasts.unpack_answers(study), lacking, quantity) is None
+    assert contrasts.difference(derived.answered_runs(study), lacking, quantity) is None
 
 
 def test_records_that_have_changed_are_unpacked_again(study, folders):
     for sharpness in (1.5, 2.0):
         write_records(folders / "base.jsonl", 50, sharpness, seed=7)
         study.store.add(MODEL, RunRecord("base", "b"), {"mmlu": folders / "base.jsonl"})
-        (run,) = contrasts.unpack_answers(study)
+        (run,) = derived.answered_runs(study)
         expected = records.read(folders / "base.jsonl").logprobs
         found = records.read(run.folder / "mmlu.jsonl").logprobs
         assert abs(found - expected).max() < 0.01
@@ -1129,12 +823,14 @@ def test_a_difference_without_an_interval_is_told_as_such(study, folders):
         record = RunRecord(part, part, label_smoothing=0.0, seed=seed)
         study.store.add(MODEL, record, {"mmlu": file})
     difference = contrasts.difference(
-        contrasts.unpack_answers(study), CONTRAST["β = 0 less base"], contrasts.GUARDS["accuracy"]
+        derived.answered_runs(study),
+        contrasts.pair("β = 0 less base", answers.PLAIN, answers.BASE),
+        contrasts.GUARDS["accuracy"],
     )
     assert difference.estimate.value == 100
     assert difference.estimate.low is None and difference.estimate.high is None
     assert report.format_cell(difference) == "+100.00 (1)"
-    assert not figures.has_interval(difference)
+    assert not forest.has_interval(difference)
 
 
 def test_every_quantity_has_a_heading_of_its_own():
@@ -1231,40 +927,6 @@ def test_a_temperature_at_the_end_of_the_search_is_told():
     assert report.temperature_lines([RunRecord("grid", "r")]) == []
 
 
-MODELS_OF_THE_PAGE = [LARGE, SMALL, MODEL, "gemma-3-270m"]  # in the order of its tables
-
-
-def test_the_page_tells_the_temperatures_and_which_are_no_optimum():
-    (row,) = (
-        cells for cells in page_rows("temperature | ") if cells[0].startswith("fitted after β")
-    )
-    expected = []
-    for model in MODELS_OF_THE_PAGE:
-        (line,) = report.temperature_lines(PUBLISHED.runs(model))[2:-1]
-        expected.append(line.strip("| ").split(" | "))
-    assert [[row[0], cell] for cell in row[1:]] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS_OF_THE_PAGE)
-def test_the_page_tells_all_kinds_of_temperatures(published_runs, model):
-    column = 1 + MODELS_OF_THE_PAGE.index(model)
-    stated = [[cells[0], cells[column]] for cells in page_rows("temperature | ")]
-    lines = report.temperature_lines(run.record for run in published_runs(model))[2:-1]
-    expected = [line.strip("| ").split(" | ") for line in lines]
-    assert [cells for cells in stated if cells[1] != "not trained"] == expected
-
-
-def test_the_page_tells_what_equal_held_out_losses_are():
-    rows = page_rows("model | held-out loss at β = 0.1")
-    for cells, model in zip(rows, MODELS_OF_THE_PAGE, strict=True):
-        losses = parts.equal_losses(Study(model))
-        assert cells[1:3] == [f"{losses.smoothed:.3f}", f"{losses.plain:.3f}"]
-        rate, _, end = cells[3].partition(", ")
-        assert float(rate) == losses.learning_rate == parts.equal_rate(Study(model))
-        assert end.startswith("the grid's") == losses.is_end_of_grid
-
-
 def test_the_report_tells_whether_held_out_losses_are_equal(study):
     assert report.equal_loss_lines(study) == []
     add_grid(study, {1e-5: (1.2,), 2e-5: (1.6,)})
@@ -1281,29 +943,3 @@ def test_the_report_tells_whether_held_out_losses_are_equal(study):
     study.store.add(MODEL, smoothed, {})
     line, _ = report.equal_loss_lines(study)
     assert line.endswith("1.610 at β = 0 with a learning rate of 2e-05.")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("row", "quantity"),
-    [
-        ("confidences as they are", "aurc"),
-        ("divided by the norm", "aurc, logits normalised"),
-    ],
-)
-def test_confidences_divided_by_the_norm_of_the_logits(published_runs, row, quantity):
-    """As recommended at β = 0.3, the second column of the page's table."""
-    page = (parts.HERE / "README.md").read_text()
-    (line,) = [line for line in page.splitlines() if line.strip(" |").startswith(row)]
-    printed = line.strip().split("|")[3].replace("**", "").replace("−", "-")
-    value, low, high = (float(number) for number in re.findall(r"-?[0-9.]+", printed))
-    smoothed = contrasts.Term("recommended", 0.3)
-    found = contrasts.difference(
-        published_runs(LARGE),
-        contrasts.Contrast("β = 0.3", (smoothed,), (contrasts.PLAIN,)),
-        contrasts.GUARDS[quantity],
-    )
-    assert found.seeds == 5
-    assert (value, low, high) == pytest.approx(
-        (found.estimate.value, found.estimate.low, found.estimate.high), abs=0.006
-    )

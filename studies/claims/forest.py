@@ -8,14 +8,9 @@ import numpy as np
 
 from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import atomic_write
-from studies.claims.contrasts import (
-    CALIBRATION,
-    LETTER_TASKS,
-    Difference,
-    difference,
-    smoothing_effect,
-    unpack_answers,
-)
+from studies.claims.answers import LETTER_TASKS
+from studies.claims.contrasts import CALIBRATION, Difference, difference, smoothing_effect
+from studies.claims.derived import answered_runs
 from studies.claims.parts import BETAS, CONFIG, Study
 from sweeps.runs.grid import plan_sweep
 
@@ -30,7 +25,7 @@ LABEL = (
 )
 
 
-def forest(study: Study, out: Path) -> None:
+def draw_forest(study: Study, out: Path) -> None:
     """Draw what β does by letters to every model with at least three seeds, with its intervals.
 
     Marks are filled among the choices and hollow among all tokens.
@@ -50,8 +45,8 @@ def forest(study: Study, out: Path) -> None:
             draw_column(axis, cells, filled=quantity.confidence == "choices")
         for axis in axes:
             set_scale(axis)
-            for row in range(len(BETAS) - 1, len(rows), len(BETAS) - 1):
-                axis.axhline(row - 0.5, color=GREY, lw=0.4)  # between two settings
+            for row in first_rows_of_settings(list(rows)):
+                axis.axhline(row - 0.5, color=GREY, lw=0.4)
         axes[0].set_yticks(range(len(rows)), rows)
         axes[0].set_ylim(max(len(rows), 1) - 0.5, -0.5)
         canvas.supxlabel(LABEL, fontsize=7.5)
@@ -65,7 +60,7 @@ def forest_rows(study: Study) -> dict[str, list[Difference | None]]:
     rows = {}
     for model in study.store.models():
         label = labels.get(f"models/{model}", model)
-        runs = unpack_answers(replace(study, model=model))
+        runs = answered_runs(replace(study, model=model))
         for part, name in (("recommended", label), ("over-trained", f"{label}, over-trained")):
             for beta in BETAS[1:]:
                 effect = smoothing_effect(name, part, beta)
@@ -73,6 +68,12 @@ def forest_rows(study: Study) -> dict[str, list[Difference | None]]:
                 if cells[0] and cells[0].seeds >= LEAST_SEEDS:
                     rows[f"{name}: β = {beta}"] = cells
     return rows
+
+
+def first_rows_of_settings(names: list[str]) -> list[int]:
+    """The rows before which a line is drawn: another setting or model begins there."""
+    settings = [name.rpartition(": β = ")[0] for name in names]
+    return [row for row in range(1, len(settings)) if settings[row] != settings[row - 1]]
 
 
 def draw_column(axis: "Axes", cells: list[Difference | None], filled: bool) -> None:

@@ -1,0 +1,56 @@
+"""The metrics of a record file that a table prints, and no others.
+
+`calibeval.evaluations.load` measures every metric of a file, its reliability curves and its floors,
+which takes two seconds a file of MMLU's size; a study has hundreds of files. The metrics of one
+column take a tenth of it.
+"""
+
+from functools import cache
+from pathlib import Path
+
+from calibeval import evaluations
+from calibeval import records as record_files
+from calibeval.evaluations import Evaluation
+from calibeval.measures import Among
+
+# The state of a file: when it was written last, in nanoseconds, and its size in bytes.
+FileState = tuple[int, int]
+
+
+def state_of(path: Path) -> FileState:
+    """What changes once a file is written anew."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def load(path: Path, metrics: tuple[str, ...], normalise: str | None = None) -> Evaluation:
+    """The evaluation of a record file as it is now, with some metrics and their draws.
+
+    These are equal to those of `calibeval.evaluations.load`; the evaluation has neither floors nor
+    curves. `normalise` is the length by which continuations' log-probabilities are divided (None:
+    the records' own).
+    """
+    return _load(path, state_of(path), metrics, normalise)
+
+
+@cache
+def _load(
+    path: Path, state: FileState, metrics: tuple[str, ...], normalise: str | None
+) -> Evaluation:
+    """`load`, kept for each `state` of the file: a run stands in many rows of a table."""
+    return evaluations.measure(record_files.read(path, normalise), metrics=metrics)
+
+
+def ece_floors(path: Path) -> dict[Among, float]:
+    """What 95 of 100 calibrated models with a file's confidences read as ECE at most."""
+    return _ece_floors(path, state_of(path))
+
+
+@cache
+def _ece_floors(path: Path, state: FileState) -> dict[Among, float]:
+    """`ece_floors`, kept likewise."""
+    samples = evaluations.samples_of(evaluations.in_order(record_files.read(path)))
+    return {
+        among: evaluations.floor_tests(sample, ("ece",))["ece"].floor
+        for among, sample in samples.items()
+    }
