@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from calibeval.io import InputError, finish, read_text, write_text
+from calibeval.io import CONTINUES, InputError, finish, read_text, write_text
 from calibeval.request import Strict, checked
 from sweeps.runs.yaml_io import read_yaml
 
@@ -23,10 +23,12 @@ def command(
     study: Callable[[Config], None],
     folder: Path,
     words: list[str] | None = None,
+    goes_on: bool = False,
 ) -> int:
     """Do `study(config)`, of the folder's config.yaml or another; returns the exit code.
 
-    `kind` is the model of the config, `doc` the help, `words` the command line.
+    `kind` is the model of the config, `doc` the help, `words` the command line. With `goes_on` the
+    study keeps what is finished, and Ctrl-C says that the same command continues.
     """
     parser = argparse.ArgumentParser(f"python -m studies.{folder.name}", description=doc)
     parser.add_argument("--config", type=Path, default=folder / "config.yaml")
@@ -36,6 +38,8 @@ def command(
         raw, _ = read_yaml(file)
         study(checked(kind, raw, str(file), strict=False))
 
+    if goes_on:
+        return finish(read_and_do, CONTINUES)
     return finish(read_and_do)
 
 

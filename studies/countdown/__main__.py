@@ -40,7 +40,7 @@ class Config(Strict):
     problems_per_step: PositiveInt
     answers_per_problem: int = Field(ge=2)
     seeds: list[int]
-    settings: dict[str, Method]
+    settings: dict[str, Method]  # what is added to GRPO, by the name of the tables' row
 
 
 def study(config: Config) -> None:
@@ -88,13 +88,13 @@ def run(
         model = LlamaForCausalLM.from_pretrained(config.output / "start")
         rewards: list[float] = []
         if method is not None:
-            settings = policy.Settings(
+            schedule = policy.Schedule(
                 learning_rate=config.learning_rate,
                 steps=config.steps,
                 problems_per_step=config.problems_per_step,
                 answers_per_problem=config.answers_per_problem,
             )
-            rewards = policy.train(model, problem_sets["train"], method, seed, settings)
+            rewards = policy.train(model, problem_sets["train"], method, seed, schedule)
         result = {
             "method": None if method is None else method.model_dump(),
             "seed": seed_of_result,
@@ -140,4 +140,4 @@ def train_start(
 
 
 if __name__ == "__main__":
-    sys.exit(studies.command(__doc__, Config, study, Path(__file__).parent))
+    sys.exit(studies.command(__doc__, Config, study, Path(__file__).parent, goes_on=True))

@@ -14,7 +14,8 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
     `runs` are the numbers of right answers to each problem, a list a seed, by the setting's name.
     [low, high] is a 95 % interval over problems and seeds (`stats.estimate_sum`), and a difference
     is paired by problem, and by seed where both sides have as many. Where they have not, a sentence
-    below the tables says so.
+    below the tables says so. Where two settings differ in fewer than six problems, all in one
+    direction, the interval holds 0: by a sign test that may be chance (`stats.sign_test_p`).
     """
     problems = len(next(iter(runs.values()))[0])
     resamples = list(measures.resamples(problems, evaluations.RESAMPLES))
@@ -52,5 +53,6 @@ def sides_of(counts: np.ndarray, samples: int, weights: np.ndarray) -> list[stat
     """
     sides = []
     for passed in (counts / samples, counts > 0):
-        sides.append(stats.Side(passed.mean(1), passed @ weights.T))
+        of_problems = passed[:, np.newaxis].astype(float)  # the one metric of each seed's problems
+        sides.append(stats.Side(passed.mean(1), passed @ weights.T, unit_values=of_problems))
     return sides

@@ -43,7 +43,7 @@ class Method(Strict):
 
 
 @dataclass(frozen=True)
-class Settings:
+class Schedule:
     """How long and on how much is trained; the same for every method."""
 
     learning_rate: float  # at the first step, from which it falls linearly to 0
@@ -143,18 +143,18 @@ def train(
     problems: list[Problem],
     method: Method,
     seed: int,
-    settings: Settings,
+    schedule: Schedule,
 ) -> list[float]:
     """Train the model, an update a step; returns the share of right answers at each."""
     weights = list(model.parameters())
-    optimizer = torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
-    groups = (settings.problems_per_step, settings.answers_per_problem)  # (P, G)
+    optimizer = torch.optim.AdamW(weights, lr=schedule.learning_rate, weight_decay=0.0)
+    groups = (schedule.problems_per_step, schedule.answers_per_problem)  # (P, G)
     rewards = []
-    for step in range(settings.steps):
+    for step in range(schedule.steps):
         rng = np.random.default_rng([seed, step])
-        drawn = rng.integers(0, len(problems), settings.problems_per_step)
+        drawn = rng.integers(0, len(problems), schedule.problems_per_step)
         sampling_seed = int(rng.integers(2**31))
-        asked = [problems[index] for index in drawn.repeat(settings.answers_per_problem)]
+        asked = [problems[index] for index in drawn.repeat(schedule.answers_per_problem)]
         answers = sample_answers(model, asked, sampling_seed)
         nll, entropy = nll_and_entropy(model, answers)
         mean_log_probability = -nll.detach().sum(1) / (answers.labels != IGNORE).sum(1)
@@ -164,7 +164,7 @@ def train(
         ).view(-1)
         answer_losses(nll, entropy, advantage, method).mean().backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * (1 - step / settings.steps)
+        optimizer.param_groups[0]["lr"] = schedule.learning_rate * (1 - step / schedule.steps)
         optimizer.step()
         optimizer.zero_grad()
         rewards.append(sum(answers.correct) / len(answers.correct))

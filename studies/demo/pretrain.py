@@ -58,7 +58,9 @@ def pretrain(out: Path) -> None:
         )
     )
     train_once(model, ids, labels, BATCH_SIZE)
-    torch.set_num_threads(1)  # as scoring has it where this was done before
+    # Temperatures are fitted later in this process. Where pre-training was done by an earlier call
+    # that runs on one thread (OMP_NUM_THREADS), and on more it would not give equal bits.
+    torch.set_num_threads(1)
     model.save_pretrained(out)
     write_text(out / "DONE", "")
 

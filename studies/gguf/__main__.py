@@ -124,4 +124,4 @@ def check_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(studies.command(__doc__, Config, study, Path(__file__).parent))
+    sys.exit(studies.command(__doc__, Config, study, Path(__file__).parent, goes_on=True))

@@ -85,6 +85,18 @@ def test_tables_say_which_settings_are_not_paired_by_seed():
     assert "Not paired" not in passk.tables({"two": two, "twice": two}, 2)
 
 
+@pytest.mark.parametrize(("gains", "is_shown"), [([10] * 5, False), ([14, 14, 14, 3, 3, 3], True)])
+def test_few_problems_that_differ_are_counted(gains, is_shown):
+    """Five in one direction may be chance (2 · ½⁵ > 0.05), and six are none, by how much each."""
+    counts = [5] * 1000
+    better = [5 + gain for gain in gains] + counts[len(gains) :]
+    said = passk.tables({"one": [counts], "two": [better]}, 20)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines()]
+    (row,) = [row for row in rows if row[:2] == ["two", "one"]]
+    low = float(row[2].split("[")[1].split(",")[0])
+    assert (low > 0) == is_shown
+
+
 @pytest.fixture
 def run(small, monkeypatch):
     """The study of a small world."""
