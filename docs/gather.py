@@ -16,7 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = ".gathered"  # the file by which a folder is known that this script may delete
-LINK = re.compile(r"\]\(([^)#\s]+)")  # the target of [text](target#anchor)
+# The targets of [text](target#anchor), [name]: target and <img src="target">.
+LINKS = (
+    re.compile(r"\]\(([^)#\s]+)"),
+    re.compile(r"^\[[^\]]+\]: *([^#\s]+)", re.MULTILINE),
+    re.compile(r"<img[^>]*\ssrc=[\"']([^\"'#]+)"),
+)
 
 
 def pages() -> list[Path]:
@@ -28,15 +33,17 @@ def pages() -> list[Path]:
         text=True,
         check=True,
     ).stdout
-    names = [name for name in listed.split("\0") if name and not name.startswith(".")]
+    found = [Path(name) for name in listed.split("\0") if name]
+    visible = [page for page in found if not any(part.startswith(".") for part in page.parts)]
     # Git still lists a committed page that was deleted in the work tree.
-    return [Path(name) for name in names if (ROOT / name).is_file()]
+    return [page for page in visible if (ROOT / page).is_file()]
 
 
 def linked_files(page: Path) -> set[Path]:
     """The files that a page links to, relative to the root; addresses and folders are left out."""
     files = set()
-    for target in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in [target for link in LINKS for target in link.findall(text)]:
         if "://" in target or target.startswith("mailto:"):
             continue
         file = (ROOT / page.parent / target).resolve()
