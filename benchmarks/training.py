@@ -7,9 +7,9 @@ Every trainer fine-tunes the same model (random weights of a real shape), on the
 with the same tokens, 64 conversations an update, AdamW over fp32 weights with bf16 computation
 (Unsloth chooses its weights' dtype itself), gradients clipped at a norm of 1, a learning rate that
 falls linearly from its first update. FOLDER/training.jsonl grows by a row a trial, with its date,
-card and versions; a trial that fails, or a library that is not installed, is a row with its reason.
-The table comes last. What an earlier call left of a trial in FOLDER is deleted when the trial
-begins, its caches too; model and tokenizer stay while they are of the same data.
+card, versions and commit; a trial that fails, or a library that is not installed, is a row with its
+reason. The table comes last. What an earlier call left of a trial in FOLDER is deleted when the
+trial begins, its caches too; model and tokenizer stay while they are of the same data and shape.
 
 Not the same: the sweeps' trainer packs an update into rows without padding, and the others pad
 micro-batches of 16 conversations (of 8 with llama-8b), which nothing tunes to the memory that is
@@ -74,7 +74,18 @@ CONVERSATIONS = 64  # of an update
 IGNORED = -100  # the label of a token that no loss is taken of
 WARM_UP = 3  # updates that are not timed: kernels are compiled and chosen in them
 CLIP_GRADIENT_NORM = 1.0
-VERSIONS = ("torch", "transformers", "accelerate", "trl", "liger_kernel", "unsloth", "deepspeed")
+# The packages whose versions stand in a row, where they are installed.
+VERSIONS = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "trl",
+    "liger_kernel",
+    "unsloth",
+    "deepspeed",
+    "peft",
+    "flash_attn",
+)
 PROFILED = 2  # updates that --profile looks at, after the warm-up
 
 
@@ -193,14 +204,30 @@ class Trainer:
     deepspeed: str | None = None  # a file of the project, by which the sweeps' trainer shards
     attention: str | None = None  # of transformers' model under TRL; None: its default
     is_patched: bool = False  # whether TRL's trainer gets smoothce's loss
+    only_if_named: bool = False  # left out where --trainers names none
 
 
+# A further trainer under TRL's SFTTrainer is an entry here, a line in the docstring above, its
+# packages in VERSIONS, and in SHARDED if it shards; another loader belongs into `load_for_trl`. One
+# of another kind also needs a function like `train_by_trl`, and an entry of TRAINING. Every kind
+# but "sweeps" is started by torchrun on several GPUs (`run_trial`).
 TRAINERS = {
     "ours": Trainer("sweeps", (), {"compile": False}),
     "ours-compiled": Trainer("sweeps", (), {"compile": True}),
     "ours-smoothed": Trainer("sweeps", (), {"compile": True, "label_smoothing": 0.1}),
-    "ours-zero3": Trainer("sweeps", ("deepspeed",), {}, deepspeed="configs/deepspeed/zero3.json"),
-    "ours-lora": Trainer("sweeps", ("peft",), {"compile": False, "lora": {"r": 16, "alpha": 32}}),
+    "ours-zero3": Trainer(
+        "sweeps",
+        ("deepspeed",),
+        {"compile": False},
+        deepspeed="configs/deepspeed/zero3.json",
+        only_if_named=True,
+    ),
+    "ours-lora": Trainer(
+        "sweeps",
+        ("peft",),
+        {"compile": False, "lora": {"r": 16, "alpha": 32}},
+        only_if_named=True,
+    ),
     "trl": Trainer("trl", ("trl",), {}),
     "trl-liger": Trainer("trl", ("trl", "liger_kernel"), {"use_liger_kernel": True}),
     "trl-patched": Trainer("trl", ("trl",), {}, is_patched=True),
@@ -247,9 +274,21 @@ def circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
         "card": card,
         "steps": arguments.steps,
         "conversations": arguments.conversations,
+        "peak": arguments.peak,
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions,
     }
+
+
+def commit() -> str | None:
+    """This project's commit, with "-dirty" where files have changed since; None outside git."""
+    command = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def parse() -> argparse.Namespace:
@@ -269,11 +308,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trial", choices=TRAINERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.trainers is None:
-        arguments.trainers = [x for x in TRAINERS if x not in ("ours-zero3", "ours-lora")]
-        if arguments.gpus > 1:
-            arguments.trainers = list(SHARDED)
+        unnamed = [name for name, trainer in TRAINERS.items() if not trainer.only_if_named]
+        arguments.trainers = list(SHARDED) if arguments.gpus > 1 else unnamed
+    refuse_too_few_updates(parser, arguments)
     refuse_uneven_updates(parser, arguments)
     return arguments
+
+
+def refuse_too_few_updates(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End the program where no update would be timed, or none be left to profile."""
+    least = WARM_UP + 1
+    reason = f"the first {WARM_UP} updates are not timed"
+    if arguments.profile:
+        least = WARM_UP + PROFILED
+        reason = f"--profile looks at {PROFILED} updates after the first {WARM_UP}"
+    if arguments.steps < least:
+        parser.error(f"--steps {arguments.steps}: {least} or more are needed, since {reason}")
 
 
 def refuse_uneven_updates(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -302,8 +352,12 @@ def prepare(model: str, arguments: argparse.Namespace) -> None:
     folder = model_folder(model, arguments)
     made_of = folder / "made_of.json"  # written last, so that what is cut short is made anew
     number = len(conversations(arguments))
-    data = {"sha256": hashlib.sha256(arguments.alpaca.read_bytes()).hexdigest(), "rows": number}
-    if made_of.exists() and json.loads(made_of.read_text("utf-8")) == data:
+    recipe = {
+        "sha256": hashlib.sha256(arguments.alpaca.read_bytes()).hexdigest(),
+        "rows": number,
+        "shape": dataclasses.asdict(MODELS[model].shape),
+    }
+    if made_of.exists() and json.loads(made_of.read_text("utf-8")) == recipe:
         return
     shutil.rmtree(folder, ignore_errors=True)
     architecture = MODELS[model].architecture
@@ -335,7 +389,7 @@ def prepare(model: str, arguments: argparse.Namespace) -> None:
     )
     fast.chat_template = TEMPLATE.read_text("utf-8")
     fast.save_pretrained(folder)
-    made_of.write_text(json.dumps(data), "utf-8")
+    made_of.write_text(json.dumps(recipe), "utf-8")
 
 
 def conversations(arguments: argparse.Namespace) -> list[dict[str, str]]:
@@ -411,7 +465,7 @@ def importable(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def finish(name: str, arguments: argparse.Namespace, figures: dict[str, Any]) -> int:
+def hand_over(name: str, arguments: argparse.Namespace, figures: dict[str, Any]) -> int:
     """Hand a trial's figures to the process that started it."""
     target = arguments.out / f"{arguments.models[0]}.{name}.json"
     target.write_text(json.dumps(figures))
@@ -438,7 +492,7 @@ def train_by_sweeps(arguments: argparse.Namespace) -> int:
     memory = max(row.get("gpu_memory_gib", 0.0) for row in updates)
     losses = [row["loss"] for row in updates]
     figures = figures_of(model, arguments, pace, memory, updates[0]["time"], losses)
-    return finish(name, arguments, figures)
+    return hand_over(name, arguments, figures)
 
 
 def sweep_of(model: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -599,7 +653,7 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
     memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     figures = figures_of(model, arguments, pace, memory, clock.first, losses)
-    return finish(name, arguments, figures)
+    return hand_over(name, arguments, figures)
 
 
 def median_pace(marks: list[tuple[float, int]]) -> float:

@@ -1,5 +1,6 @@
 """The benchmark of whole trainers: its processes, and what is left of an earlier call."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -74,6 +75,41 @@ def parsed(training, monkeypatch, alpaca, out, *words):
 
 
 @pytest.mark.parametrize(
+    ("words", "least"), [(["--steps", 3], 4), (["--steps", 4, "--profile"], 5)]
+)
+def test_too_few_updates_to_time_are_refused(
+    words, least, training, alpaca, tmp_path, monkeypatch, capsys
+):
+    with pytest.raises(SystemExit):
+        parsed(training, monkeypatch, alpaca, tmp_path, *words)
+    assert f"--steps {words[1]}: {least} or more are needed" in capsys.readouterr().err
+    enough = ["--steps", least, *words[2:]]
+    assert parsed(training, monkeypatch, alpaca, tmp_path, *enough).steps == least
+
+
+def test_what_a_trial_needs_has_its_version_in_the_row(training):
+    needed = {package for trainer in training.TRAINERS.values() for package in trainer.needs}
+    assert needed <= set(training.VERSIONS)
+
+
+def test_a_row_names_the_commit(training, monkeypatch, tmp_path):
+    made = ["init", "-q"], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-q", "-m", "c"]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(training, "PROJECT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert training.commit() is None
+    for words in (made[0], ["add", "."], made[1]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    assert len(training.commit()) == 40
+    (tmp_path / "file").write_text("changed")
+    assert training.commit().endswith("-dirty")
+
+
+def test_sharding_is_all_that_zero3_differs_in(training):
+    assert training.TRAINERS["ours-zero3"].settings == training.TRAINERS["ours"].settings
+
+
+@pytest.mark.parametrize(
     ("words", "multiple"), [(["--conversations", 40], 16), (["--gpus", 3], 48), (["--gpus", 65], 0)]
 )
 def test_updates_that_trainers_would_floor_are_refused(
@@ -102,7 +138,7 @@ def test_a_trainer_names_its_attention(training, alpaca, tmp_path, monkeypatch):
     """TRL takes the model as it was loaded, so padding-free needs it from there."""
     pytest.importorskip("transformers")
     assert training.TRAINERS["trl-padding-free"].attention == "flash_attention_2"
-    arguments = parsed(training, monkeypatch, alpaca, tmp_path, "--steps", 1)
+    arguments = parsed(training, monkeypatch, alpaca, tmp_path, "--steps", 4)
     training.prepare("tiny", arguments)
     eager = training.Trainer("trl", (), {}, attention="eager")
     monkeypatch.setitem(training.TRAINERS, "trl-padding-free", eager)
@@ -110,7 +146,9 @@ def test_a_trainer_names_its_attention(training, alpaca, tmp_path, monkeypatch):
     assert network.config._attn_implementation == "eager"
 
 
-def test_a_tokenizer_is_of_the_data_of_its_call(training, alpaca, tmp_path, monkeypatch):
+def test_model_and_tokenizer_are_of_the_data_and_shape_of_their_call(
+    training, alpaca, tmp_path, monkeypatch
+):
     pytest.importorskip("transformers")
 
     def made(*words):
@@ -118,12 +156,17 @@ def test_a_tokenizer_is_of_the_data_of_its_call(training, alpaca, tmp_path, monk
         training.prepare("tiny", arguments)
         return (training.model_folder("tiny", arguments) / "tokenizer.json").stat().st_mtime_ns
 
-    first = made("--steps", 1, "--conversations", 16)
-    assert made("--steps", 1, "--conversations", 16) == first
-    second = made("--steps", 2, "--conversations", 16)
+    first = made("--steps", 4, "--conversations", 8)
+    assert made("--steps", 4, "--conversations", 8) == first
+    second = made("--steps", 5, "--conversations", 8)
     assert second != first
     alpaca.write_text(alpaca.read_text().replace("word1", "other"))
-    assert made("--steps", 2, "--conversations", 16) != second
+    third = made("--steps", 5, "--conversations", 8)
+    assert third != second
+    tiny = training.MODELS["tiny"]
+    wider = dataclasses.replace(tiny, shape=dataclasses.replace(tiny.shape, intermediate_size=256))
+    monkeypatch.setitem(training.MODELS, "tiny", wider)
+    assert made("--steps", 5, "--conversations", 8) != third
 
 
 @pytest.mark.slow
@@ -147,3 +190,4 @@ def test_a_second_call_measures_anew(trainer, alpaca, tmp_path):
         assert row["ms_per_update"] > 0 and row["loss"] > 0
         assert row["steps"] == steps and row["conversations"] == 4
         assert row["versions"]["torch"] and row["card"] and row["date"]
+        assert row["peak"] == 989e12 and "commit" in row
