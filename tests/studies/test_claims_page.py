@@ -6,6 +6,8 @@ what the records cannot tell.
 """
 
 import re
+import subprocess
+import sys
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -354,6 +356,15 @@ def test_the_headlines_over_beta_agree_with_the_tables():
             if "(**" in long_cell:
                 verdict = "lower" if "−" in long_cell.split("**")[1] else "**higher**"
             assert short_cell.split(", ")[1] == verdict
+
+
+def test_other_pages_tell_figures_of_this_page():
+    """Every number with three decimals in README's section on smoothing stands here too."""
+    readme = (parts.HERE.parents[1] / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## Should you smooth?")[1].split("\n## ")[0]
+    stated = set(re.findall(r"\d\.\d{3}", section))
+    assert len(stated) > 20
+    assert stated <= set(re.findall(r"\d\.\d{3}", page()))
 
 
 def test_the_page_counts_its_claims_and_their_intervals():
@@ -992,3 +1003,19 @@ def test_smoothing_costs_log_loss_among_all_tokens(published):
                     published, "vocabulary", setting, *betas, model=model, task=task
                 )
                 assert all(float(each) > float(plain) for each in smoothed)
+
+
+@pytest.mark.slow
+def test_the_page_on_ones_own_model_prints_what_check_prints(published):
+    """Of seed 0 of the over-trained 1.5B at β = 0, and of the model before fine-tuning."""
+    runs = published.runs(LARGE)
+    base = answers.files_by_seed(runs, answers.BASE, "mmlu")[None]
+    tuned = answers.files_by_seed(runs, answers.OVER_TRAINED, "mmlu")[0]
+    command = [sys.executable, "-m", "calibeval", "check", str(base), str(tuned)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    guide = (parts.HERE.parents[1] / "docs" / "should-i-smooth.md").read_text(encoding="utf-8")
+    example = guide.split("at β = 0:\n\n")[1].split("\n\n")[0]
+    lines = [line.strip() for line in example.splitlines() if line.strip() != "…"]
+    assert len(lines) == 4
+    for line in lines:
+        assert line.removesuffix("…").strip() in done.stdout
