@@ -84,9 +84,7 @@ def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
     for part in PARTS:
         if part.name not in wanted:
             continue
-        if rate_is_unknown(part, failed) or train(
-            study, part, sweep_overrides(study, part, overrides)
-        ):
+        if rate_is_unknown(part, failed) or not is_done(study, part, overrides):
             failed.append(part.name)
     has_records = bool(study.store.runs(study.model))
     for name, step in STEPS.items():
@@ -95,6 +93,16 @@ def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
     if failed:
         then = "why is said above; once that is mended, the same command goes on"
         raise InputError(f"not whole: {', '.join(failed)}; {then}")
+
+
+def is_done(study: Study, part: Part, overrides: list[str]) -> bool:
+    """Train what a part lacks; returns whether it is whole now. Why it is not goes to stderr."""
+    try:
+        changes = sweep_overrides(study, part, overrides)
+    except InputError as error:  # It has no learning rate, and the parts after it may have theirs.
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    return train(study, part, changes) == 0
 
 
 def rate_is_unknown(part: Part, failed: list[str]) -> bool:

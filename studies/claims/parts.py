@@ -211,21 +211,11 @@ def loss_to_equal(study: Study) -> float:
 
 
 def losses_of_the_worse_side(losses: "pd.Series[float]") -> "pd.Series[float]":
-    """The losses from the chosen rate on, towards that end of the grid whose loss is larger.
-
-    Raises InputError where a loss falls on the way: then several rates have the same loss.
-    """
+    """The losses from the chosen rate on, towards that end of the grid whose loss is larger."""
     best = int(losses.argmin())
     towards_lower_rates = losses.iloc[: best + 1][::-1]
     towards_higher_rates = losses.iloc[best:]
-    side = max(towards_lower_rates, towards_higher_rates, key=lambda losses: losses.iloc[-1])
-    if not side.is_monotonic_increasing:
-        read = ", ".join(f"{loss:.4f} at {rate:g}" for rate, loss in side.items())
-        raise InputError(
-            f"grid: the held-out losses do not grow from the chosen rate on ({read}), so that no "
-            "rate can be read off at a loss; more seeds (grid.seed=[0,1,2]) make them smoother"
-        )
-    return side
+    return max(towards_lower_rates, towards_higher_rates, key=lambda losses: losses.iloc[-1])
 
 
 def equal_rate(study: Study) -> float:
@@ -233,9 +223,17 @@ def equal_rate(study: Study) -> float:
 
     It lies between two rates of the grid and is interpolated by their logarithms, on that side of
     the chosen rate at whose end the loss is larger. Where that end does not reach the loss, the
-    rate is the end's, and a line on stderr says that the losses are not equal.
+    rate is the end's, and a line on stderr says that the losses are not equal. Raises InputError
+    where a loss falls on the way to that end: then several rates have the same loss.
     """
     losses = losses_of_the_worse_side(losses_of_grid(study))
+    if not losses.is_monotonic_increasing:
+        read = ", ".join(f"{loss:.4f} at {rate:g}" for rate, loss in losses.items())
+        raise InputError(
+            f"{study.model}, equal: the held-out losses of grid do not grow from the chosen rate "
+            f"on ({read}), so that no rate can be read off at a loss; more seeds of grid "
+            "(grid.seed=[0,1,2]) make them smoother"
+        )
     wanted = loss_to_equal(study)
     end_rate = float(losses.index[-1])
     end_loss = float(losses.iloc[-1])

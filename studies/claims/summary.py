@@ -124,11 +124,8 @@ def task_table(rows: list[Row], title: str) -> list[str]:
     lines.append("|---" * len(COLUMNS) + "|")
     for row in rows:
         lines.append(f"| {' | '.join(cells_of_row(row))} |")
-    lines += [
-        "",
-        f"A calibrated model reads an ECE of up to {largest_ece_floor(rows):.3f} here.",
-        "",
-    ]
+    floor = largest_ece_floor(rows)
+    lines += ["", f"A calibrated model reads an ECE of up to {floor:.3f} here.", ""]
     return lines
 
 

@@ -18,7 +18,8 @@ from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
 
-# What varies within a part beside the seed: a part that varies more would train too little of it.
+# What varies within a part beside the seed. Nothing else tells the runs of a part apart: two runs
+# that are alike in these are refused by `answers.files_by_seed`.
 VARIED = ("learning_rate", "label_smoothing")
 RUN_KEYS = (*VARIED, "seed")  # the keys of `train:` that tell a part's runs apart
 SECONDS_BETWEEN_LOOKS = 2

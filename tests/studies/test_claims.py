@@ -208,6 +208,19 @@ def test_an_equal_loss_needs_losses_that_grow(study):
     study.store.add(MODEL, smoothed, {})
     with pytest.raises(InputError, match=r"do not grow from the chosen rate on .*1\.5000 at 2e-05"):
         parts.equal_rate(study)
+    equal = RunRecord("equal", "e", label_smoothing=0.0, learning_rate=5e-5, held_out_loss=1.4)
+    study.store.add(MODEL, equal, {})
+    assert report.equal_loss_lines(study)  # A report of what was trained needs no rate.
+
+
+def test_a_part_without_a_learning_rate_does_not_stop_the_others(study, monkeypatch, capsys):
+    trained = []
+    monkeypatch.setattr(claims, "train", lambda study, part, _: trained.append(part.name) or 0)
+    add_grid(study, {5e-6: (1.2,), 2e-5: (1.5,)})
+    assert claims.main([MODEL, "equal", "half-data"], study.runs_folder, study.store) == 2
+    assert trained == ["half-data"]
+    said = capsys.readouterr().err
+    assert "recommended: no run at β = 0.1 is trained" in said and "not whole: equal;" in said
 
 
 def test_runs_are_trained_in_the_studys_folder(folders):
