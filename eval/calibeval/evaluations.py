@@ -214,9 +214,9 @@ def code_digest() -> str:
 
 def samples_of(records: Records) -> dict[Among, Sample]:
     """The questions under each definition of confidence that the records have."""
-    samples: dict[Among, Sample] = {"choices": Sample(measures.scores(records, "choices"))}
+    samples: dict[Among, Sample] = {"choices": Sample.observed(measures.scores(records, "choices"))}
     if np.isfinite(records.letter_mass).all():
-        samples["vocabulary"] = Sample(measures.scores(records, "vocabulary"))
+        samples["vocabulary"] = Sample.observed(measures.scores(records, "vocabulary"))
     return samples
 
 
@@ -335,8 +335,8 @@ def unit_values(sample: Sample, clusters: np.ndarray | None = None) -> dict[str,
     units = int(numbers.max()) + 1
     if units > MOST_COUNTED_UNITS:
         return {}
-    own_questions = (numbers == np.arange(units)[:, None]).astype(float)
-    alone = Sample(sample.scores, own_questions)
+    own_questions = (numbers == np.arange(units)[:, None]).astype(np.int16)
+    alone = Sample.resampled(sample.scores, own_questions)
     return {name: metric(alone) for name, metric in WITH_INTERVAL.items()}
 
 
@@ -387,13 +387,17 @@ class _Chunk:
 
 
 def _resampled_chunk(counts: np.ndarray, metrics: Mapping[str, Metric], sample: Sample) -> _Chunk:
-    resampled = Sample(sample.scores, counts)
+    resampled = Sample.resampled(sample.scores, counts)
     draws = {name: metric(resampled) for name, metric in metrics.items()}
     return _Chunk(draws, resampled.bins)
 
 
 def quantile(drawn: np.ndarray, level: float | list[float]) -> np.ndarray:
-    """What a further draw, along the first axis, stays below with this probability."""
+    """What a further draw, along the first axis, stays below with this probability.
+
+    The r-th smallest of R draws is the quantile at r / (R + 1), of draws that are all alike in
+    distribution (Weibull's plotting positions): so levels are kept whatever R is.
+    """
     return np.quantile(drawn, level, axis=0, method="weibull")
 
 
@@ -419,7 +423,9 @@ def reliability(sample: Sample, clusters: np.ndarray | None = None) -> dict[str,
     bandwidth = max(float(measures.smooth_ece_at(sample)[1][0]), kernel_smoothing.LEAST_BANDWIDTH)
     smooth_draws = []
     for counts in measures.resamples(len(p), BAND_SAMPLES, clusters):
-        smooth_draws.append(measures.smooth_curve(Sample(sample.scores, counts), bandwidth, at))
+        smooth_draws.append(
+            measures.smooth_curve(Sample.resampled(sample.scores, counts), bandwidth, at)
+        )
     isotonic_draws = [
         isotonic(of) for of in measures.simulated_answers(sample.scores, BAND_SAMPLES)
     ]

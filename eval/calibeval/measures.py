@@ -176,7 +176,12 @@ def scores(records: Records, among: Among) -> Scores:
 
 
 class Sample:
-    """R samples of N scored questions: the questions as they are, resamples, or simulated answers.
+    """R samples of N scored questions, of one of four kinds, which its constructors tell apart:
+
+        Sample.observed(scores)             the questions as they are, each once: R is 1
+        Sample.resampled(scores, counts)    each question as often as `counts` (R, N) say
+        Sample.weighted(scores, weights)    each question in the shares `weights` (R, N)
+        Sample.simulated(scores, correct)   each question once, R times with other answers (R, N)
 
     A metric reads what a sample holds from the sample, never from its `scores`:
 
@@ -185,15 +190,18 @@ class Sample:
         sample.mean_of_labels(…)    the same of values that depend on which choice is right
         ranked_…, by_level, bins    the same questions by ascending confidence, or in bins
 
-    Simulated answers (`correct` is given) say whether the likeliest choice is right, and not which
-    other choice is if it is not. So `mean_of_labels`, which `nll` and `brier` need, refuses them; a
-    metric with a floor must do without it.
+    Simulated answers say whether the likeliest choice is right, and not which other choice is if it
+    is not. So `mean_of_labels`, which `nll` and `brier` need, refuses them; a metric with a floor
+    must do without it.
 
-    Args:
+    Attributes:
         scores: The questions.
-        counts: How often each sample has each question, (R, N). By default one sample has each
-            once.
-        correct: 1 or True where an answer is right, (R, N), in place of the scores' own (N,).
+        counts: How often each sample has each question, (R, N), or (1, N) of ones.
+        correct: 1 or True where an answer is right: the scores' own (N,), or simulated (R, N).
+        size: R.
+        has_each_once: Whether `counts` are ones: of observed questions and simulated answers.
+        has_own_correct: Whether the answers are simulated.
+        has_whole_counts: Whether `counts` are whole numbers, which answers can be ranked by.
     """
 
     def __init__(
@@ -201,6 +209,7 @@ class Sample:
         scores: Scores,
         counts: np.ndarray | None = None,
         correct: np.ndarray | None = None,
+        has_whole_counts: bool = True,
     ):
         self.scores = scores
         self.has_each_once = counts is None
@@ -208,6 +217,35 @@ class Sample:
         self.has_own_correct = correct is not None
         self.correct = scores.correct if correct is None else correct
         self.size = len(self.counts) if correct is None else len(correct)
+        self.has_whole_counts = has_whole_counts
+        if has_whole_counts and self.counts.dtype.kind == "f" and (self.counts % 1).any():
+            raise ValueError("counts are not whole numbers; Sample.weighted takes others")
+
+    @classmethod
+    def observed(cls, scores: Scores) -> "Sample":
+        """Return one sample, which is the questions as they are."""
+        return cls(scores)
+
+    @classmethod
+    def resampled(cls, scores: Scores, counts: np.ndarray) -> "Sample":
+        """Return R resamples; `counts` (R, N) are whole numbers, else `ValueError`."""
+        return cls(scores, counts)
+
+    @classmethod
+    def weighted(cls, scores: Scores, weights: np.ndarray) -> "Sample":
+        """Return R samples in which a question stands for others: `weights` (R, N), from 0.
+
+        They are a population's expected values, of which no metric but AURC needs whole answers.
+        """
+        return cls(scores, weights, has_whole_counts=False)
+
+    @classmethod
+    def simulated(cls, scores: Scores, correct: np.ndarray) -> "Sample":
+        """Return R samples of the questions as they are, answered otherwise.
+
+        `correct` (R, N) is 1 or True where an answer is right.
+        """
+        return cls(scores, correct=correct)
 
     @cached_property
     def ranked_counts(self) -> np.ndarray:
@@ -236,11 +274,13 @@ class Sample:
 
     @cached_property
     def answers_up_to_level(self) -> np.ndarray:
-        """Answers at each level of confidence or below, (R, levels) or (1, levels), whole numbers.
+        """Answers at each level of confidence or below, (R, levels) or (1, levels).
 
-        They are added as integers, which is many times as fast as in floating point.
+        Whole numbers are added as integers, which is many times as fast as in floating point.
         """
         answers, _ = self.by_level
+        if not self.has_whole_counts:
+            return answers.cumsum(1)
         return answers.astype(np.int64).cumsum(1)
 
     @cached_property
@@ -312,7 +352,7 @@ def simulated_answers(scores: Scores, count: int) -> Iterator[Sample]:
     keep_freed_memory()
     for rows in _chunk_rows(count, questions):
         draws = rng.random((rows, questions))
-        yield Sample(scores, correct=(share_start <= draws) & (draws < share_end))
+        yield Sample.simulated(scores, (share_start <= draws) & (draws < share_end))
 
 
 def keep_freed_memory() -> None:
@@ -374,7 +414,10 @@ def aurc(sample: Sample) -> np.ndarray:
     risk(k) is the share of wrong answers among the k surest; of equally sure ones the mean over
     all orders. A wrong answer in place i adds Σ_{k ≥ i} 1 / k = H(N) − H(i − 1) to Σ_k risk(k), so
     m answers behind M surer ones, e of them wrong, add e H(N) − e / m Σ_{M ≤ i < M + m} H(i).
+    Weighted answers have no k surest, so they raise `ValueError`.
     """
+    if not sample.has_whole_counts:
+        raise ValueError("aurc: weighted answers have no k surest; give a sample of whole ones")
     answers, right = sample.by_level
     size = answers[:, ::-1]
     wrong = size - right[:, ::-1]

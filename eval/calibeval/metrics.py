@@ -256,7 +256,7 @@ def reliability(
 
     With `clusters` the bands are over resamples of whole clusters of answers.
     """
-    sample = Sample(scores(probabilities, labels, bins))
+    sample = Sample.observed(scores(probabilities, labels, bins))
     numbers = None if clusters is None else _cluster_numbers(clusters, len(sample.scores.labels))
     found = sample.bins
     (counts,) = found.count
@@ -333,7 +333,7 @@ def _cluster_numbers(clusters: Array, questions: int) -> np.ndarray:
 
 def _value(measure: Callable[[Sample], np.ndarray], given: Scores) -> float:
     """A metric of the questions as they are."""
-    return float(measure(Sample(given))[0])
+    return float(measure(Sample.observed(given))[0])
 
 
 def _with_interval(name: str, given: Scores, clusters: Array | None) -> Estimate:
@@ -341,11 +341,11 @@ def _with_interval(name: str, given: Scores, clusters: Array | None) -> Estimate
     metric = METRICS[name]
     questions = len(given.labels)
     numbers = None if clusters is None else _cluster_numbers(clusters, questions)
-    values = metric(Sample(given))
+    values = metric(Sample.observed(given))
     if not np.isfinite(values).all():
         return Estimate()
     drawn = [
-        metric(Sample(given, counts))
+        metric(Sample.resampled(given, counts))
         for counts in measures.resamples(questions, evaluations.RESAMPLES, numbers)
     ]
     count = None if numbers is None else int(numbers.max()) + 1
@@ -355,7 +355,7 @@ def _with_interval(name: str, given: Scores, clusters: Array | None) -> Estimate
 
 def _with_floor(name: str, given: Scores) -> Estimate:
     """A calibration error beside what calibrated models read."""
-    sample = Sample(given)
+    sample = Sample.observed(given)
     test = evaluations.floor_tests(sample, [name])[name]
     return Estimate(float(METRICS[name](sample)[0]), floor=test.floor, p_calibrated=test.p)
 

@@ -469,7 +469,7 @@ def make_record(item: Item, logprobs: list[float]) -> RawRecord:
 
 def print_summary(of: Records) -> None:
     """Print what came out; warn where the letters are not what is meant."""
-    sample = measures.Sample(measures.scores(of, "choices"))
+    sample = measures.Sample.observed(measures.scores(of, "choices"))
     texts = [f"{name} {measures.METRICS[name](sample)[0]:.4f}" for name in measures.SUMMARY]
     print(f"{counted(len(of), 'question')}: {', '.join(texts)}", file=sys.stderr)
     letter_mass = of.letter_mass.mean()  # of texts NaN, which is not below

@@ -142,10 +142,13 @@ def _warn_of_former_field(former: str, name: str) -> None:
 
 
 class Side(NamedTuple):
-    """One side of a difference: a metric's value in each of S evaluations, and its draws."""
+    """One side of a difference: a metric's value in each of S evaluations, and its draws.
+
+    Only metrics with an interval have draws, and so a side; of others `_values` gives the values.
+    """
 
     values: np.ndarray  # (S,)
-    draws: np.ndarray  # (S, R); NaN where there are none
+    draws: np.ndarray  # (S, R); not finite in resamples of which the metric is not defined
     clusters: int | None = None  # how many were resampled as a whole; None: single questions
     # Of each of U resampled units by itself, in the M metrics by which units differ, (S, M, U);
     # None where there are too many units to keep.
@@ -175,10 +178,13 @@ def estimate(seeds: Sequence[Evaluation], metric: str, among: Among) -> Estimate
         # Seeds answer the same questions, so their p-values depend on each other: Bonferroni's
         # bound.
         p_calibrated = min(1.0, len(seeds) * min(test.p for test in tests))
-    side = _side(seeds, metric, among)
     if metric in COMPARED_BY_SQUARE:
-        root = float(root_of_square(side.values.mean()))
+        root = float(root_of_square(_values(seeds, metric, among).mean()))
         return Estimate(root, floor=floor, p_calibrated=p_calibrated)
+    if metric not in WITH_INTERVAL:
+        mean_value = finite(float(_values(seeds, metric, among).mean()))
+        return Estimate(mean_value, floor=floor, p_calibrated=p_calibrated)
+    side = _side(seeds, metric, among)
     mean = estimate_mean(side, METRICS[metric].lowest, METRICS[metric].highest)
     return Estimate(mean.value, mean.low, mean.high, floor, p_calibrated)
 
@@ -226,8 +232,11 @@ def contrast(
         return Estimate()
     if metric in COMPARED_BY_SQUARE and everything[0].cluster is None:
         sides = _square_sides(terms, metric, among)
-    else:
+    elif metric in WITH_INTERVAL:
         sides = [_side(seeds, metric, among).weighted(weight) for weight, seeds in terms]
+    else:
+        means = [weight * _values(seeds, metric, among).mean() for weight, seeds in terms]
+        return Estimate(finite(float(sum(means))))
     return estimate_sum(*sides, paired=paired)
 
 
@@ -340,9 +349,15 @@ def _in_pairs(sides: Sequence[Side]) -> Side:
     return Side(
         values=np.asarray(sum(side.values for side in sides)),
         draws=np.asarray(sum(side.draws for side in sides)),
-        clusters=sides[0].clusters,
+        clusters=_clusters(sides),
         unit_values=unit_values,
     )
+
+
+def _clusters(sides: Sequence[Side]) -> int | None:
+    """How many clusters were resampled, of all sides alike: they are of the same questions."""
+    (clusters,) = {side.clusters for side in sides}
+    return clusters
 
 
 def _interval(value: float, sides: Sequence[Side]) -> tuple[float, float] | None:
@@ -351,7 +366,7 @@ def _interval(value: float, sides: Sequence[Side]) -> tuple[float, float] | None
     if not np.isfinite(summed_draws).all():
         return None
     from_mean = quantile(summed_draws, [LOW, HIGH]) - summed_draws.mean()
-    inflation = seed_inflation(sides) * cluster_inflation(sides[0].clusters)
+    inflation = seed_inflation(sides) * cluster_inflation(_clusters(sides))
     low, high = (value + inflation * from_mean).tolist()
     return low, high
 
@@ -400,8 +415,9 @@ def degrees_of_freedom(sides: Sequence[Side]) -> float:
     question_variance = float(_summed(sides).var(ddof=1))
     total = question_variance
     squares = 0.0
-    if sides[0].clusters is not None:
-        squares += question_variance**2 / (sides[0].clusters - 1)
+    clusters = _clusters(sides)
+    if clusters is not None:
+        squares += question_variance**2 / (clusters - 1)
     for side in sides:
         seeds = len(side.values)
         if seeds > 1:
@@ -430,11 +446,10 @@ def holm(p_values: Sequence[float | None], level: float = FAMILY_LEVEL) -> list[
     is not below ends it: the probability that any true null hypothesis falls is at most `level`,
     however the comparisons depend on each other. None is no comparison.
     """
-    made = [place for place, p in enumerate(p_values) if p is not None]
-    made.sort(key=lambda place: p_values[place] or 0.0)
+    least_first = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
     survives = [False] * len(p_values)
-    for rank, place in enumerate(made):
-        if (p_values[place] or 0.0) >= level / (len(made) - rank):
+    for rank, (p, place) in enumerate(least_first):
+        if p >= level / (len(least_first) - rank):
             break
         survives[place] = True
     return survives
@@ -483,18 +498,21 @@ def seed_inflation(sides: Sequence[Side]) -> float:
     return math.sqrt(1 + seed_variance / question_variance)
 
 
-def _side(seeds: Sequence[Evaluation], metric: str, among: Among) -> Side:
-    """A metric's values, squared if it is compared by squares, and draws if it has an interval."""
+def _values(seeds: Sequence[Evaluation], metric: str, among: Among) -> np.ndarray:
+    """A metric of each evaluation, squared if it is compared by squares, (S,); NaN where None."""
     if metric in COMPARED_BY_SQUARE:
-        values = np.array([evaluation.squares[among][metric].observed for evaluation in seeds])
-    else:
-        values = np.array([evaluation.values[among][metric] for evaluation in seeds], float)
-    if metric in WITH_INTERVAL:
-        draws = np.stack([evaluation.draws[among][metric] for evaluation in seeds])
-    else:
-        draws = np.full((len(seeds), 1), np.nan)
-    clusters = seeds[0].subjects if seeds[0].cluster else None
-    return Side(values, draws, clusters, _unit_values(seeds, metric, among))
+        return np.array([evaluation.squares[among][metric].observed for evaluation in seeds])
+    return np.array([evaluation.values[among][metric] for evaluation in seeds], float)
+
+
+def _side(seeds: Sequence[Evaluation], metric: str, among: Among) -> Side:
+    """One side of a metric that has an interval."""
+    return Side(
+        values=_values(seeds, metric, among),
+        draws=np.stack([evaluation.draws[among][metric] for evaluation in seeds]),
+        clusters=seeds[0].subjects if seeds[0].cluster else None,
+        unit_values=_unit_values(seeds, metric, among),
+    )
 
 
 def _unit_values(seeds: Sequence[Evaluation], metric: str, among: Among) -> np.ndarray | None:
@@ -516,7 +534,8 @@ def _square_sides(
     """The weighted sides of a contrast of squared calibration errors.
 
     Their draws are A + κ (B + D) in the words of `calibeval.squared_error`, with one κ for the
-    whole contrast.
+    whole contrast. Single questions are resampled: over subjects no such draws are known to
+    cover.
     """
     noise_parts = []  # A, (S, R) for each term
     gap_parts = []  # B + D
@@ -527,9 +546,12 @@ def _square_sides(
     kappa = shrinkage(_weighted_sum(terms, noise_parts), _weighted_sum(terms, gap_parts))
     sides = []
     for (weight, seeds), noise_part, gap_part in zip(terms, noise_parts, gap_parts, strict=True):
-        side = _side(seeds, metric, among)
-        draws = noise_part + kappa * gap_part
-        sides.append(side._replace(draws=draws).weighted(weight))
+        side = Side(
+            values=_values(seeds, metric, among),
+            draws=noise_part + kappa * gap_part,
+            unit_values=_unit_values(seeds, metric, among),
+        )
+        sides.append(side.weighted(weight))
     return sides
 
 

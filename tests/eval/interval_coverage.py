@@ -101,7 +101,7 @@ class World:
         stated = self.stated(exact, size)
         n, choices = exact.shape
         every = Scores(np.repeat(stated, choices, 0), np.tile(np.arange(choices), n))
-        expected = Sample(every, np.exp(exact).reshape(1, -1))
+        expected = Sample.weighted(every, np.exp(exact).reshape(1, -1))
         values = {name: METRICS[name](expected)[0] for name in WITH_INTERVAL if name != "aurc"}
         values["aurc"] = self._true_aurc(exact, stated)
         values["squared"] = rms(expected)[0] ** 2
@@ -242,8 +242,8 @@ class Cell:
         made = []
         for posterior, size in zip(exact, size_of_run, strict=True):
             scores = Scores(world.stated(posterior, size), labels)
-            resampled = Sample(scores, shared_resamples(self.n))
-            made.append(simulated_evaluation(Sample(scores), resampled, self.names))
+            resampled = Sample.resampled(scores, shared_resamples(self.n))
+            made.append(simulated_evaluation(Sample.observed(scores), resampled, self.names))
         return [made[row * self.seeds :][: self.seeds] for row in range(len(sizes))]
 
 
@@ -288,7 +288,9 @@ class SubjectCell:
         """The metrics of one model over very many subjects."""
         subject_of = np.arange(400_000) % 8000
         models = self.draw(subject_of, np.random.default_rng(7))
-        values = [[METRICS[name](Sample(some))[0] for some in models] for name in ESTIMATES]
+        values = [
+            [METRICS[name](Sample.observed(some))[0] for some in models] for name in ESTIMATES
+        ]
         return dict(zip(ESTIMATES, np.mean(values, 1).tolist(), strict=True))
 
     def run(self, replications: int, names: tuple[str, ...] = DIFFERENCES) -> pd.DataFrame:
@@ -301,8 +303,8 @@ class SubjectCell:
         for _ in range(replications):
             both = [
                 simulated_evaluation(
-                    Sample(some),
-                    Sample(some, counts),
+                    Sample.observed(some),
+                    Sample.resampled(some, counts),
                     names,
                     self.subjects if self.by_subject else None,
                 )
@@ -337,7 +339,8 @@ def false_findings(pairs: int, n: int, replications: int) -> tuple[float, float]
             labels, exact = world.posterior(n, 2, rng)
             both = [Scores(world.stated(of_model, size), labels) for of_model in exact]
             made = [
-                simulated_evaluation(Sample(some), Sample(some, counts), names) for some in both
+                simulated_evaluation(Sample.observed(some), Sample.resampled(some, counts), names)
+                for some in both
             ]
             for name in names:
                 estimates.append(stats.difference(made[:1], made[1:], name, "choices"))

@@ -27,7 +27,7 @@ def answers():
 @pytest.mark.parametrize("name", [*MEANS, *ERRORS])
 def test_arrays_tensors_and_lists_read_what_records_read(answers, name):
     probabilities, labels = answers
-    expected = measures.METRICS[name](Sample(Scores(np.log(probabilities), labels)))[0]
+    expected = measures.METRICS[name](Sample.observed(Scores(np.log(probabilities), labels)))[0]
     metric = getattr(metrics, name)
     for given in (
         answers,

@@ -29,7 +29,9 @@ def test_uncertainty_calibrations_ece(n, sharpness):
     calibration = pytest.importorskip("calibration")
     stated, labels = draw(n, sharpness, 3)
     expected = calibration.get_ece(np.exp(stated), labels, num_bins=15)
-    assert measures.ece(Sample(Scores(stated, labels)))[0] == pytest.approx(expected, abs=1e-9)
+    assert measures.ece(Sample.observed(Scores(stated, labels)))[0] == pytest.approx(
+        expected, abs=1e-9
+    )
 
 
 @cases
@@ -51,7 +53,7 @@ def test_uncertainty_calibrations_debiased_error(n, sharpness):
     logprobs = np.log(np.stack([p, np.minimum(p, 1 - p) / 2], 1))
     rounded = Scores(logprobs, np.where(y == 1, 0, 1))
     expected = max(unbiased_square_ce(filled), 0)
-    found = measures.rms_debiased(Sample(rounded))[0] ** 2
+    found = measures.rms_debiased(Sample.observed(rounded))[0] ** 2
     assert found == pytest.approx(expected, abs=1e-12)
 
 
@@ -60,7 +62,9 @@ def test_scikit_learns_log_loss(n, sharpness):
     metrics = pytest.importorskip("sklearn.metrics")
     stated, labels = draw(n, sharpness, 5)
     expected = metrics.log_loss(labels, np.exp(stated), labels=range(4))
-    assert measures.nll(Sample(Scores(stated, labels)))[0] == pytest.approx(expected, abs=1e-9)
+    assert measures.nll(Sample.observed(Scores(stated, labels)))[0] == pytest.approx(
+        expected, abs=1e-9
+    )
 
 
 @cases
@@ -68,14 +72,16 @@ def test_scikit_learns_auroc(n, sharpness):
     metrics = pytest.importorskip("sklearn.metrics")
     scores = Scores(*draw(n, sharpness, 5))
     expected = metrics.roc_auc_score(scores.correct, scores.confidence)
-    assert measures.auroc(Sample(scores))[0] == pytest.approx(expected, abs=1e-12)
+    assert measures.auroc(Sample.observed(scores))[0] == pytest.approx(expected, abs=1e-12)
 
 
 @cases
 def test_brier_is_its_definition(n, sharpness):
     stated, labels = draw(n, sharpness, 5)
     expected = ((np.exp(stated) - np.eye(4)[labels]) ** 2).sum(1).mean()
-    assert measures.brier(Sample(Scores(stated, labels)))[0] == pytest.approx(expected, abs=1e-12)
+    assert measures.brier(Sample.observed(Scores(stated, labels)))[0] == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 @cases
@@ -93,9 +99,9 @@ def test_hendrycks(n, sharpness, monkeypatch):
     probs[::7] = [0.5, 0.2, 0.2, 0.1]
     scores = Scores(np.log(probs), labels)
     expected = calib_tools.rmsce(scores.correct.astype(int), scores.confidence)
-    assert measures.rms_hendrycks(Sample(scores))[0] == pytest.approx(expected, abs=1e-12)
+    assert measures.rms_hendrycks(Sample.observed(scores))[0] == pytest.approx(expected, abs=1e-12)
     expected = calib_tools.ece(labels, probs, num_bins=15)
-    assert measures.ece(Sample(scores))[0] == pytest.approx(expected, abs=1e-12)
+    assert measures.ece(Sample.observed(scores))[0] == pytest.approx(expected, abs=1e-12)
 
 
 @cases
@@ -104,7 +110,7 @@ def test_relplots_smooth_ece(n, sharpness):
     relplot = pytest.importorskip("relplot")
     from relplot.kernels import ReflectedGaussianKernel
 
-    sample = Sample(Scores(*draw(n, sharpness, 0)))
+    sample = Sample.observed(Scores(*draw(n, sharpness, 0)))
     p = sample.scores.confidence
     y = sample.scores.correct
     expected, expected_bandwidth = relplot.smECE(p, y, return_width=True)
@@ -123,7 +129,7 @@ def test_isotonic_regression(n, sharpness):
     isotonic = pytest.importorskip("sklearn.isotonic")
     stated, labels = draw(n, sharpness, 0)
     for logprobs in (stated, np.round(stated, 1)):
-        sample = Sample(Scores(logprobs, labels))
+        sample = Sample.observed(Scores(logprobs, labels))
         p = sample.scores.confidence
         fitted = isotonic.IsotonicRegression().fit_transform(p, sample.scores.correct)
         expected = fitted[sample.scores.order]

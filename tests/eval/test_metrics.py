@@ -34,7 +34,7 @@ def scored(probs: np.ndarray, labels: np.ndarray) -> Scores:
 
 def values_of(scores: Scores) -> dict[str, float]:
     """Return every metric of the questions as they are."""
-    return {name: float(metric(Sample(scores))[0]) for name, metric in METRICS.items()}
+    return {name: float(metric(Sample.observed(scores))[0]) for name, metric in METRICS.items()}
 
 
 @pytest.mark.parametrize("n", [1, 7, 999])
@@ -44,7 +44,9 @@ def test_ece_is_its_definition(n):
     scores = scored(probs, labels)
     bin_of = np.minimum((scores.confidence * 15).astype(int), 14)  # 1 is in the last bin
     gaps = [(scores.correct - scores.confidence)[bin_of == b].sum() for b in range(15)]
-    assert measures.ece(Sample(scores))[0] == pytest.approx(np.abs(gaps).sum() / n, abs=1e-12)
+    assert measures.ece(Sample.observed(scores))[0] == pytest.approx(
+        np.abs(gaps).sum() / n, abs=1e-12
+    )
 
 
 any_questions = given(st.integers(1, 600), st.integers(0, 10**6), st.integers(2, 6), st.booleans())
@@ -83,7 +85,7 @@ def test_a_resample_is_a_sample_of_copied_questions(n, seed, ties):
     """Counting questions gives what copying them gives, for every metric that is resampled."""
     probs, labels = draw(n, seed, calibrated=bool(seed % 2), ties=ties)
     counts = next(resamples(n, 3))
-    sample = Sample(scored(probs, labels), counts)
+    sample = Sample.resampled(scored(probs, labels), counts)
     for row, counts_of_row in enumerate(counts.astype(int)):
         copied = np.repeat(np.arange(n), counts_of_row)
         expected = values_of(scored(probs[copied], labels[copied]))
@@ -107,7 +109,7 @@ def test_simulated_answers_are_read_and_not_the_observed_ones(name):
         return
     values = METRICS[name](simulated)
     for value, answers in zip(values, simulated.correct, strict=True):
-        (expected,) = METRICS[name](Sample(scores, correct=answers[None]))
+        (expected,) = METRICS[name](Sample.simulated(scores, answers[None]))
         assert value == pytest.approx(expected, abs=1e-12)
     assert len(set(values)) > 1
 
@@ -123,7 +125,9 @@ def test_a_metric_that_reads_the_observed_answers_is_told():
 
 def test_a_calibrated_models_p_is_uniform():
     tests = [
-        evaluations.floor_tests(Sample(scored(*draw(200, seed))), [*WITH_FLOOR], simulations=99)
+        evaluations.floor_tests(
+            Sample.observed(scored(*draw(200, seed))), [*WITH_FLOOR], simulations=99
+        )
         for seed in range(60)
     ]
     for name in WITH_FLOOR:
@@ -136,14 +140,14 @@ def test_a_calibrated_models_p_is_uniform():
 def test_the_floor_is_the_95th_percentile_of_calibrated_models():
     floors = []
     for seed in range(60):
-        sample = Sample(scored(*draw(200, seed)))
+        sample = Sample.observed(scored(*draw(200, seed)))
         floors.append(evaluations.floor_tests(sample, ["ece"], simulations=99)["ece"].floor)
     read = [values_of(scored(*draw(200, seed)))["ece"] for seed in range(100, 220)]
     assert np.mean(floors) == pytest.approx(np.quantile(read, 0.95), rel=0.15)
 
 
 def test_a_miscalibrated_model_reads_more_than_all_calibrated_ones():
-    sample = Sample(scored(*draw(300, 1, calibrated=False)))
+    sample = Sample.observed(scored(*draw(300, 1, calibrated=False)))
     tests = evaluations.floor_tests(sample, [*WITH_FLOOR], simulations=99)
     assert all(test.p == 0.01 for test in tests.values())
 
@@ -153,12 +157,12 @@ def test_auroc_is_its_definition():
     right = scores.confidence[scores.correct == 1][:, None]
     wrong = scores.confidence[scores.correct == 0]
     expected = (right > wrong).mean() + (right == wrong).mean() / 2
-    assert measures.auroc(Sample(scores))[0] == pytest.approx(expected)
+    assert measures.auroc(Sample.observed(scores))[0] == pytest.approx(expected)
 
 
 def test_auroc_of_equal_confidences_is_one_half():
     alike = scored(np.full((10, 2), 0.5), np.array([0, 1] * 5))
-    assert measures.auroc(Sample(alike))[0] == 0.5
+    assert measures.auroc(Sample.observed(alike))[0] == 0.5
 
 
 def test_debiased_square_is_right_in_the_mean_also_where_confidences_differ_in_a_bin():
@@ -168,21 +172,21 @@ def test_debiased_square_is_right_in_the_mean_also_where_confidences_differ_in_a
     for _ in range(3000):
         confidence = rng.uniform(0.67, 0.73, 20)  # of one bin
         labels = (rng.random(20) > confidence).astype(int)
-        bins = Sample(scored(np.stack([confidence, 1 - confidence], 1), labels)).bins
+        bins = Sample.observed(scored(np.stack([confidence, 1 - confidence], 1), labels)).bins
         read.append(squared_error.debiased_square(bins)[0])
     assert abs(np.mean(read)) < 4 * np.std(read) / np.sqrt(3000)
 
 
 def test_a_bin_of_one_question_counts_as_nothing():
     one = scored(np.array([[0.9, 0.1], [0.6, 0.4], [0.6, 0.4]]), np.array([1, 0, 1]))
-    assert measures.rms_debiased(Sample(one))[0] == 0
-    assert measures.rms(Sample(one))[0] > 0
+    assert measures.rms_debiased(Sample.observed(one))[0] == 0
+    assert measures.rms(Sample.observed(one))[0] > 0
 
 
 def test_nll_of_a_probability_below_the_smallest_number():
     scores = Scores(np.array([[-800.0, 0.0], [0.0, -800.0]]), np.array([0, 0]))
-    assert measures.nll(Sample(scores))[0] == 400
-    assert np.isfinite(measures.brier(Sample(scores))[0])
+    assert measures.nll(Sample.observed(scores))[0] == 400
+    assert np.isfinite(measures.brier(Sample.observed(scores))[0])
 
 
 def test_resamples_draw_as_many_questions_and_repeat():
@@ -208,7 +212,7 @@ def test_aurc_is_its_definition():
     scores = scored(*draw(300))
     wrong = 1 - scores.correct[np.argsort(-scores.confidence)]
     risks = wrong.cumsum() / np.arange(1, 301)
-    assert measures.aurc(Sample(scores))[0] == pytest.approx(risks.mean(), abs=1e-12)
+    assert measures.aurc(Sample.observed(scores))[0] == pytest.approx(risks.mean(), abs=1e-12)
 
 
 def test_aurc_of_equal_confidences_is_the_mean_over_their_orders():
@@ -216,11 +220,11 @@ def test_aurc_of_equal_confidences_is_the_mean_over_their_orders():
     rounded = np.round(probs, 1)
     scores = scored(rounded / rounded.sum(1, keepdims=True), labels)
     expected = aurc_over_random_orders(scores)
-    assert measures.aurc(Sample(scores))[0] == pytest.approx(expected, abs=2e-3)
+    assert measures.aurc(Sample.observed(scores))[0] == pytest.approx(expected, abs=2e-3)
 
 
 def test_murphys_parts_add_up_to_the_brier_score():
-    sample = Sample(scored(*draw(500, calibrated=False)))
+    sample = Sample.observed(scored(*draw(500, calibrated=False)))
     score = ((sample.scores.confidence - sample.correct) ** 2).mean()
     share = sample.correct.mean()
     parts = measures.mcb(sample)[0] - measures.dsc(sample)[0]
@@ -228,7 +232,7 @@ def test_murphys_parts_add_up_to_the_brier_score():
 
 
 def test_recalibration_increases_with_the_confidence():
-    sample = Sample(scored(*draw(500, calibrated=False)))
+    sample = Sample.observed(scored(*draw(500, calibrated=False)))
     assert (np.diff(measures.isotonic_fit(sample)[0]) >= 0).all()
 
 
@@ -245,7 +249,7 @@ def test_equal_choices_are_ties_whatever_rounding_leaves():
     labels = rng.integers(0, 5, 1000)
     scores = renormalised(np.full((1000, 5), 0.2), labels, rng.uniform(0.3, 1, 1000))
     assert len(np.unique(scores.confidence)) > 1
-    sample = Sample(scores)
+    sample = Sample.observed(scores)
     assert measures.auroc(sample)[0] == 0.5
     assert (sample.bins.count[0] > 0).sum() == 1
     assert measures.rms(sample)[0] == pytest.approx(abs(scores.correct.mean() - 0.2))
@@ -259,7 +263,7 @@ def test_a_bin_holds_its_lower_edge(choices):
     below = np.full((1, choices), 1 / choices)
     for nudge in (-2e-16, 0, 2e-16):
         logprobs = np.log(below + nudge)
-        count = Sample(Scores(logprobs, np.array([0]))).bins.count[0]
+        count = Sample.observed(Scores(logprobs, np.array([0]))).bins.count[0]
         assert count.argmax() == 15 // choices
 
 
@@ -269,13 +273,13 @@ def test_hendrycks_bins_do_not_split_equal_confidences():
     labels = rng.integers(0, 2, 1000)
     exact = scored(np.full((1000, 2), 0.5), labels)
     rounded = renormalised(np.full((1000, 2), 0.5), labels, rng.uniform(0.3, 1, 1000))
-    expected = measures.rms_hendrycks(Sample(exact))[0]
-    assert measures.rms_hendrycks(Sample(rounded))[0] == pytest.approx(expected, abs=1e-9)
+    expected = measures.rms_hendrycks(Sample.observed(exact))[0]
+    assert measures.rms_hendrycks(Sample.observed(rounded))[0] == pytest.approx(expected, abs=1e-9)
 
 
 def test_memory_grows_with_the_questions_and_no_faster():
     """Hendrycks' bins of 100 took N × N / 100 numbers: 1.8 GB of 40,000 questions."""
-    sample = Sample(scored(*draw(40_000, calibrated=False)))
+    sample = Sample.observed(scored(*draw(40_000, calibrated=False)))
     tracemalloc.start()
     for name, metric in METRICS.items():
         metric(sample)
@@ -286,16 +290,34 @@ def test_memory_grows_with_the_questions_and_no_faster():
 
 def test_a_sample_may_hold_more_answers_than_there_are_questions():
     scores = scored(*draw(50))
-    twice = Sample(scores, np.full((1, 50), 2.0))
+    twice = Sample.resampled(scores, np.full((1, 50), 2.0))
     doubled = scored(*(np.repeat(part, 2, 0) for part in draw(50)))
     for name in WITH_INTERVAL:
-        assert METRICS[name](twice)[0] == pytest.approx(METRICS[name](Sample(doubled))[0]), name
+        assert METRICS[name](twice)[0] == pytest.approx(
+            METRICS[name](Sample.observed(doubled))[0]
+        ), name
+
+
+def test_weights_are_no_counts():
+    """AUROC of a population was that of its weights cut to whole numbers: of no answers at all."""
+    scores = scored(*draw(60))
+    rng = np.random.default_rng(4)
+    counts = rng.integers(0, 5, (3, 60))
+    shares = counts / 4
+    for name in WITH_INTERVAL:
+        if name != "aurc":
+            expected = METRICS[name](Sample.resampled(scores, counts))
+            assert METRICS[name](Sample.weighted(scores, shares)) == pytest.approx(expected), name
+    with pytest.raises(ValueError, match="weighted answers have no k surest"):
+        measures.aurc(Sample.weighted(scores, shares))
+    with pytest.raises(ValueError, match=r"not whole numbers; Sample\.weighted takes others"):
+        Sample.resampled(scores, shares)
 
 
 @pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.is_mean])
 def test_a_mean_is_that_of_the_questions_own_values(name):
     """A sign test counts the questions whose own values differ."""
-    sample = Sample(scored(*draw(150, 5)))
+    sample = Sample.observed(scored(*draw(150, 5)))
     own = evaluations.unit_values(sample)[name]
     assert own.mean() == pytest.approx(METRICS[name](sample)[0], abs=1e-12)
     subjects = np.arange(150) // 15

@@ -635,8 +635,8 @@ def test_square_draws_read_what_they_say_they_read(tmp_path):
     made = records.read(write_records(tmp_path / "a.jsonl", n=3000, sharpness=1.5))
     of = scores(made, "choices")
     counts = np.random.default_rng(1).multinomial(3000, np.full(3000, 1 / 3000), 50).astype(float)
-    observed = Sample(of).bins
-    resampled = Sample(of, counts).bins
+    observed = Sample.observed(of).bins
+    resampled = Sample.resampled(of, counts).bins
     draws = squared_error.square_draws(observed, [resampled])
     expected = squared_error.debiased_square(resampled)
     assert draws.noise_part + draws.gap_part == pytest.approx(expected, rel=0.05)
@@ -676,6 +676,19 @@ def test_compare_sees_differences_that_are_not_there_6_times_in_100_at_most(erro
 
 
 @pytest.mark.slow
+def test_a_worlds_truth_is_that_of_every_label_as_often_as_it_is_right():
+    """AUROC's was none, so that what the coverage tables said of it was of nothing."""
+    world = interval_coverage.World("near chance", "sharpen", questions=400)
+    exact = np.exp(interval_coverage.log_posteriors("near chance", 400))
+    truth = world.truth(0.3)
+    confidence = np.exp(world.stated(np.log(exact), 0.3)).max(1)
+    right = exact.max(1)  # how often the likeliest choice is
+    pairs = right[:, None] * (1 - right)
+    above = (confidence[:, None] > confidence) + 0.5 * (confidence[:, None] == confidence)
+    assert truth["auroc"] == pytest.approx((pairs * above).sum() / pairs.sum(), abs=1e-9)
+    assert truth["accuracy"] == pytest.approx(right.mean(), abs=1e-12)
+
+
 @pytest.mark.parametrize("world", interval_coverage.OPPOSITE, ids=lambda world: world.shape)
 def test_gaps_of_opposite_sign_add_up_in_a_difference(world):
     """One side over-, the other underconfident, equally wrong: "better" was said of 13 %, since
