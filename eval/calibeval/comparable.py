@@ -13,7 +13,6 @@ file is `calibeval.records`' to say, and which unfinished scoring may go on is `
 from collections.abc import Sequence
 from typing import Any
 
-from calibeval import records
 from calibeval.evaluations import Evaluation
 from calibeval.io import InputError
 
@@ -82,12 +81,10 @@ def same_prompts(
 
 def _conditions(evaluation: Evaluation, texts: bool) -> dict[str, Any]:
     """How an evaluation's questions were asked; None where that is not known or not wanted."""
-    settings = records.meta(evaluation.path).get("settings") or {}
     return {
         "scoring": evaluation.scoring,
         "chat template": evaluation.chat_template or "none",
-        # The sidecar has what was wanted; a prompt that would not fit has fewer examples.
-        "shots": settings.get("shots", evaluation.shots),
+        "shots": evaluation.shots,
         "prompts": evaluation.prompts_sha256 if texts else None,
         # The digest is of a prompt as it was before it was cut.
         "truncated prompts": evaluation.truncated if texts else None,

@@ -93,7 +93,7 @@ class Evaluation:
     subjects: int = 1  # how many the questions are of
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
     chat_template: str | None = None  # SHA-256 of the template's text; None: not asked in a chat
-    shots: int | None = None  # the most examples before a question; None where nobody knows
+    shots: int | None = None  # as `Records` has them
     subjects_sha256: str | None = None  # of each question's subject, in the order of the ids
     truncated: int = 0  # how many questions lost the beginning of their prompt
 

@@ -18,8 +18,8 @@ from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import Cluster, Evaluation, TooFewClusters
 from calibeval.io import InputError, json_lines
 from calibeval.measures import Among
-from calibeval.records import is_unicode
 from calibeval.request import Text, checked
+from calibeval.validation import is_unicode
 
 Scalar = bool | int | float | str | None
 

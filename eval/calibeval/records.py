@@ -11,7 +11,7 @@ import math
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
@@ -22,7 +22,6 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_valida
 
 from calibeval.io import InputError, counted, json_lines, read_text, write_text
 from calibeval.validation import Unicode, checked
-from calibeval.validation import is_unicode as is_unicode  # `calibeval.index` has it from here
 
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
 # dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
@@ -105,7 +104,9 @@ class Records:
     normalise: str
     subjects: np.ndarray  # (N,) each question's subject
     chat_template: str | None = None
-    shots: int | None = None  # the most examples before a question; None where nobody knows
+    # The examples that were wanted before each question, of which a prompt that would not fit has
+    # fewer; without a sidecar that says so, the most that any has. None where nobody knows.
+    shots: int | None = None
     truncated: int = 0  # how many questions lost the beginning of their prompt
 
     def __len__(self) -> int:
@@ -124,11 +125,13 @@ def read(path: Path, normalise: str | None = None) -> Records:
     """
     path = Path(path)
     about = meta(path)
-    expected_prompts = (about.get("settings") or {}).get("prompts_sha256")
+    settings = about.get("settings") or {}
+    expected_prompts = settings.get("prompts_sha256")
     # With a sidecar, fewer examples may stand before a question that would not fit otherwise.
     alike = (*ALIKE, "shots") if expected_prompts is None else ALIKE
     rows = ((where, checked(Record, raw, where)) for where, raw in json_lines(path))
     records = joined(path, rows, normalise, alike)
+    records = replace(records, shots=settings.get("shots", records.shots))
     expected_questions = about.get("questions", len(records))
     if len(records) != expected_questions:
         found = counted(len(records), "record")

@@ -6,7 +6,7 @@ import pytest
 from made_records import read_lines, write_lines, write_records
 
 import calibeval
-from calibeval import evaluations, index
+from calibeval import evaluations, index, records
 from calibeval.io import InputError
 
 
@@ -80,6 +80,19 @@ def test_a_sidecar_says_what_shots_were_wanted(written, index_of, tmp_path):
         sidecar = tmp_path / f"{file.name}.meta.json"
         sidecar.write_text(json.dumps({"settings": {"shots": 5}}))
     assert len(index.read(index_of(long_context, short_context)).rows) == 2
+
+
+def test_wanted_shots_are_known_where_the_files_are_gone(written):
+    """As of `score` without `out`, whose files are temporary: the shown ones were compared."""
+    found = []
+    for name, shots in (("long", 5), ("short", 3)):
+        file = written(name, shots=shots)
+        sidecar = records.sidecar(file)
+        sidecar.write_text(json.dumps({"settings": {"shots": 5}}))
+        found.append(records.read(file))
+        file.unlink()
+        sidecar.unlink()
+    calibeval.compare(*found)
 
 
 def test_prompts_that_were_cut_are_not_those_that_were_not(written, index_of):
