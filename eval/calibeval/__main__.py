@@ -148,7 +148,8 @@ def add_import_options(grammar: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="lm-evaluation-harness's samples_<task>_<time>.jsonl, Inspect's logs (.json)",
+        help="lm-evaluation-harness's samples_<task>_<time>.jsonl, Inspect's logs (.json), "
+        "lighteval's details_<task>_<time>.parquet",
     )
     grammar.add_argument(
         "--out",
@@ -160,7 +161,7 @@ def add_import_options(grammar: argparse.ArgumentParser) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> None:
-    """Turn lm-evaluation-harness's samples or Inspect's logs into records."""
+    """Turn logs of lm-evaluation-harness, Inspect or lighteval into records."""
     from calibeval import imports
 
     questions_of_file = imports.convert(arguments.files, arguments.out)

@@ -11,6 +11,11 @@ ones has at most the least of these, and gets it. Samples in which Inspect found
 out, counted and said: a letter that stands in them somewhere is none. Of several epochs the first
 counts.
 
+lighteval (`lighteval accelerate … --save-details`): `details_<task>_<time>.parquet` has a row a
+question, with the log-probability of each choice where the task's metric needs them, such as
+`loglikelihood_acc`. Of tasks whose answers are written it has none. It does not say whether the
+model was asked in its chat.
+
 To add a program, write a function that reads its log as a `Log`, and a `LogFormat` of it that
 `format_of` chooses: by the end of the file's name, so two programs that both write .json would have
 to be told apart by what is in the file. What a row must hold is `records.Record`'s to say; one
@@ -190,7 +195,7 @@ def read_lm_eval(path: Path) -> Log:
     if name is None:
         raise InputError(
             f"{path}: expected a name like samples_<task>_<time>.jsonl of lm-eval, "
-            "or Inspect's .json"
+            "Inspect's .json, or details_<task>_<time>.parquet of lighteval"
         )
     task = name["task"]
     results_file = path.with_name(f"results{name['time'] or ''}.json")
@@ -422,8 +427,8 @@ def read_inspect(path: Path) -> Log:
         answered = [sample for sample in first_epoch if not _is_unanswered(sample)]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{path}: not a log that can be read ({error!r}); "
-            "`inspect log convert --to json` makes one that is"
+            f"{path}: not a log that can be read ({error!r}); `inspect log convert --to json "
+            f"--output-dir DIR {path}` makes one that is"
         ) from error
     status = log.get("status")
     if status != "success":
@@ -501,14 +506,103 @@ def _refuse_shuffled_choices(sample: dict[str, Any], letters: str, answer: str) 
         raise ValueError(f"answers {answer}, {others[0]} by its score: were the choices shuffled?")
 
 
+# --- lighteval ---
+
+
+def read_lighteval(path: Path) -> Log:
+    """A file of details, which are one task's, in its order."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_table
+    except ImportError as error:
+        raise InputError(
+            f"{path}: {error}; `pip install pyarrow` gives what reads lighteval's files"
+        ) from error
+    try:
+        rows = read_table(path).to_pylist()
+        names = [row["doc"]["task_name"] for row in rows]
+        # "mmlu:anatomy|5" is the task mmlu:anatomy with five examples.
+        task = names[0].rpartition("|")[0].replace(":", "_") if names else ""
+    except (ArrowException, OSError, *NOT_A_SAMPLE) as error:
+        raise InputError(
+            f"{path}: not lighteval's details ({' '.join(str(error).split())}); expected "
+            "details_<task>_<time>.parquet, which `lighteval … --save-details` writes"
+        ) from error
+    samples = [
+        LogSample(f"{path}, row {number}", partial(lighteval_row, row, task))
+        for number, row in enumerate(rows, start=1)
+    ]
+    shared = {"model": _lighteval_model(path), "versions": {}}
+    return Log(split_task(task)[0], shared, samples)
+
+
+def _lighteval_model(path: Path) -> str:
+    """The model's name: the folders between `details` and the one of the run's time."""
+    folders = path.absolute().parent.parts[:-1]
+    if "details" in folders:
+        start = len(folders) - folders[::-1].index("details")
+        folders = folders[start:]
+    return "/".join(folders[-2:]) or "?"
+
+
+def lighteval_row(row: dict[str, Any], task: str) -> RawRecord:
+    """A row of details as a record; lengths are of the choices as lighteval has them.
+
+    Most begin with a space, which its `acc_norm` counts.
+    """
+    document = row["doc"]
+    texts = document["choices"]
+    # For `acc_pmi` those of the choices without the question stand behind them.
+    logprobs = _possible(row["model_response"]["logprobs"][: len(texts)])
+    if len(logprobs) != len(texts):
+        raise ValueError(f"{len(logprobs)} log-probabilities of {len(texts)} choices")
+    label = document["gold_index"]
+    if isinstance(label, list):
+        (label,) = label
+    right = float(np.argmax(logprobs) == label)
+    accuracy = row["metric"].get("acc")
+    if accuracy is not None and right != float(accuracy):
+        raise ValueError(f"acc is {accuracy}, but {right} by log-probabilities and gold_index")
+    examples = document.get("fewshot_samples") or []
+    shown = [[example["query"], example["choices"], example["gold_index"]] for example in examples]
+    asked = json.dumps([document["instruction"], shown, document["query"], texts])
+    _, subject = split_task(task)
+    record = {
+        "id": f"{subject}/{document['id']}",
+        "subject": subject,
+        "label": label,
+        "logprobs": logprobs,
+        "prompt_sha256": hashlib.sha256(asked.encode()).hexdigest(),
+        "shots": len(examples),
+    }
+    truncated = row["model_response"].get("truncated_tokens_count")
+    if truncated:
+        record["truncated"] = truncated
+    if [text.strip() for text in texts] == list(LETTERS[: len(texts)]):
+        record["letter_mass"] = math.fsum(map(math.exp, logprobs))
+        return record
+    record["scoring"] = "continuation"
+    record["normalise"] = "characters" if "acc_norm" in row["metric"] else "sum"
+    record["bytes"] = [len(text.encode()) for text in texts]
+    record["characters"] = [len(text) for text in texts]
+    return record
+
+
 # --- The formats ---
 
 LM_EVAL = LogFormat("lm-evaluation-harness", read_lm_eval, "a multiple-choice sample")
 INSPECT = LogFormat(
     "inspect", read_inspect, "one target, and top log-probabilities where it answers"
 )
+LIGHTEVAL = LogFormat(
+    "lighteval",
+    read_lighteval,
+    "a choice's log-probability each, which tasks of the metric loglikelihood_acc have",
+)
 
 
 def format_of(path: Path) -> LogFormat:
     """The format of a log, by its name's end."""
+    if path.suffix == ".parquet":
+        return LIGHTEVAL
     return INSPECT if path.suffix in (".json", ".eval") else LM_EVAL
