@@ -5,6 +5,7 @@ To add a command, write a function that adds its options and one that runs it, a
 """
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -39,7 +40,13 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        grammar = commands.add_parser(name, help=command.run.__doc__)
+        description = inspect.cleandoc(command.run.__doc__ or "")
+        grammar = commands.add_parser(
+            name,
+            help=description.partition("\n")[0],
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if command.compares_texts:
             add_normalise(grammar)
         grammar.add_argument("--json", action="store_true", help="what came out as JSON")
@@ -299,12 +306,22 @@ def add_check_options(grammar: argparse.ArgumentParser) -> None:
         help="to score models: the folder of their records, which another check uses again",
     )
     grammar.add_argument(
-        "--figure", type=Path, metavar="FILE.png", help="draw both reliability diagrams"
+        "--figure", type=Path, metavar="FILE.png", help="draw reliability diagrams of both models"
     )
 
 
 def run_check(arguments: argparse.Namespace) -> None:
-    """Say how a model errs before and after fine-tuning, and what to do."""
+    """Say how a model errs before and after fine-tuning, and what to do.
+
+    Of two record files of the same questions, 40 or more:
+
+        calibeval check base.jsonl tuned.jsonl --figure check.png
+
+    Of two models, which are scored first; the options from --task to --gpu-memory-utilization are
+    those of `calibeval score` and say how:
+
+        calibeval check BASE TUNED --task mmlu --data DATA --out check
+    """
     from calibeval import diagnosis
 
     if arguments.figure is not None and arguments.figure.suffix != ".png":
@@ -419,7 +436,7 @@ def run_collect(arguments: argparse.Namespace) -> None:
 
 
 class Command(NamedTuple):
-    """A command's functions; the first line of help is `run`'s docstring."""
+    """A command's functions; its help is `run`'s docstring, in the list the first line of that."""
 
     run: Callable[[argparse.Namespace], None]
     add_options: Callable[[argparse.ArgumentParser], None]

@@ -10,6 +10,7 @@ The temperature needs no validation questions here, because it is cross-fitted: 
 split at random into halves, and each half is read at the temperature that was fitted on the other.
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from calibeval.io import InputError, atomic_write, counted
 from calibeval.measures import Among
 from calibeval.records import Records
 from calibeval.stats import Estimate
+from calibeval.tasks import SPLITS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,19 +72,30 @@ class Check:
     Attributes:
         before, after: The readings by definition of confidence.
         accuracy: The change of accuracy, as a share.
+        worsened: By definition of confidence, the change of the squared calibration error by
+            fine-tuning; above 0 it made calibration worse.
+        letter_masses: The letters' mean probability among all tokens, before and after; None of
+            texts, and where the records do not say.
         temperatures: Those of the two halves of the questions, which should be alike.
         cooled_ece: Expected calibration error of the tuned model at these temperatures.
+        cooled_floor: The value that calibrated models stay below at these temperatures.
         mended: The change of the squared calibration error by them; below 0 they help. Its interval
             takes the two temperatures as given.
+        validation_split: The split of the task that a temperature can be fitted on, where the
+            tuned model's sidecar tells the task and that has one.
         sentences: What all this means, to be printed one after another.
     """
 
     before: dict[Among, Reading]
     after: dict[Among, Reading]
     accuracy: Estimate
+    worsened: dict[Among, Estimate]
+    letter_masses: tuple[float | None, float | None]
     temperatures: tuple[float, float]
     cooled_ece: float
+    cooled_floor: float
     mended: Estimate
+    validation_split: str | None
     sentences: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,9 +104,13 @@ class Check:
             "before": {name: reading.as_dict() for name, reading in self.before.items()},
             "after": {name: reading.as_dict() for name, reading in self.after.items()},
             "accuracy": self.accuracy.as_dict(),
+            "worsened": {name: change.as_dict() for name, change in self.worsened.items()},
+            "letter_masses": list(self.letter_masses),
             "temperatures": list(self.temperatures),
             "cooled_ece": self.cooled_ece,
+            "cooled_floor": self.cooled_floor,
             "mended": self.mended.as_dict(),
+            "validation_split": self.validation_split,
             "sentences": self.sentences,
         }
 
@@ -118,13 +135,25 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
         )
     cooled, temperatures = cross_fitted(answers)
     cooled_evaluation = evaluations.measure(cooled)
+    cooled_test = cooled_evaluation.floor_tests["choices"]["ece"]
+    both = ([base_evaluation], [tuned_evaluation])
+    before = readings(base_evaluation)
+    after = readings(tuned_evaluation)
     found = Check(
-        before=readings(base_evaluation),
-        after=readings(tuned_evaluation),
-        accuracy=stats.difference([base_evaluation], [tuned_evaluation], "accuracy", "choices"),
+        before=before,
+        after=after,
+        accuracy=stats.difference(*both, "accuracy", "choices"),
+        worsened={
+            among: stats.difference(*both, "rms_debiased", among)
+            for among in after
+            if among in before
+        },
+        letter_masses=(base_evaluation.letter_mass, tuned_evaluation.letter_mass),
         temperatures=temperatures,
         cooled_ece=number_of(stats.estimate([cooled_evaluation], "ece", "choices")),
+        cooled_floor=cooled_test.floor,
         mended=stats.difference([tuned_evaluation], [cooled_evaluation], "rms_debiased", "choices"),
+        validation_split=validation_split(Path(tuned)),
         sentences=[],
     )
     found.sentences.extend(sentences(found, base_evaluation, tuned_evaluation))
@@ -182,7 +211,10 @@ def sentences(found: Check, base: Evaluation, tuned: Evaluation) -> list[str]:
     """What was found, in plain sentences, the last of which says what to do."""
     lines = [accuracy_sentence(found.accuracy, base, tuned)]
     for among, after in found.after.items():
-        lines.append(error_sentence(found.before.get(among), after, among))
+        change = found.worsened.get(among)
+        lines.append(error_sentence(found.before.get(among), after, change, among))
+    if {after.verdict for after in found.after.values()} >= {"over-confident", "under-confident"}:
+        lines.append(mass_sentence(found.letter_masses[1]))
     lines.append(temperature_sentence(found))
     lines.append(advice(found))
     return lines
@@ -202,17 +234,35 @@ def accuracy_sentence(change: Estimate, base: Evaluation, tuned: Evaluation) -> 
     return f"{text}: fine-tuning {direction} accuracy ({interval})."
 
 
-def error_sentence(before: Reading | None, after: Reading, among: Among) -> str:
-    """How the tuned model errs under one definition of confidence, and how it erred before."""
-    text = f"Its probabilities {AMONG[among]} are {described(after)}"
-    if before is None:
+def error_sentence(
+    before: Reading | None, after: Reading, change: Estimate | None, among: Among
+) -> str:
+    """How the tuned model errs under one definition of confidence, how it erred before, and
+    whether that is a difference.
+    """
+    text = f"The tuned model's probabilities {AMONG[among]} are {described(after)}"
+    if before is None or change is None:
         return f"{text}."
-    return f"{text}; before fine-tuning they were {described(before)}."
+    text += f"; before fine-tuning they were {described(before)}. "
+    if not change.significant or change.low is None or change.high is None:
+        return f"{text}No difference of the calibration error is shown."
+    verb = "raised" if change.low > 0 else "lowered"
+    interval = f"[{1000 * change.low:+.1f}, {1000 * change.high:+.1f}] thousandths, 95 %"
+    return f"{text}Fine-tuning {verb} the squared calibration error ({interval})."
+
+
+def mass_sentence(letter_mass: float | None) -> str:
+    """Why a model may be too sure of its choice, and its letters too unlikely."""
+    assert letter_mass is not None  # or nobody knew the probabilities among all tokens
+    return (
+        f"These two differ because the letters together have {100 * letter_mass:.0f} % of the "
+        "probability among all tokens; among the choices it is divided by that."
+    )
 
 
 def described(reading: Reading) -> str:
     """A reading in words, with its numbers."""
-    ece = f"ECE {number_of(reading.ece):.3f}, where a calibrated model reads up to "
+    ece = f"ECE {number_of(reading.ece):.3f}, where a calibrated model would have up to "
     ece += f"{reading.ece.floor:.3f}"
     points = 100 * abs(number_of(reading.surplus))
     if reading.verdict == "over-confident":
@@ -229,37 +279,47 @@ def temperature_sentence(found: Check) -> str:
     low, high = sorted(found.temperatures)
     before = number_of(found.after["choices"].ece)
     text = (
-        f"One temperature ({low:.2f} or {high:.2f}, as fitted on either half of the questions and "
-        f"read on the other) takes the ECE among the choices from {before:.3f} to "
-        f"{found.cooled_ece:.3f}"
+        f"One temperature of about {math.sqrt(low * high):.2f} ({low:.2f} and {high:.2f}, each "
+        "fitted on one half of these questions and tried on the other) takes the ECE among the "
+        f"choices from {before:.3f} to {found.cooled_ece:.3f}, where a calibrated model would have "
+        f"up to {found.cooled_floor:.3f}"
     )
-    if not found.mended.significant:
-        return f"{text}, which is not shown to be a difference."
-    if number_of(found.mended) < 0:
-        return f"{text}, which is an improvement (95 % interval of the squared error)."
-    return f"{text}, which makes it worse (95 % interval of the squared error)."
+    mended = found.mended
+    if not mended.significant or mended.low is None or mended.high is None:
+        return f"{text}: that is not shown to be a difference."
+    verb = "lowers" if mended.low < 0 else "raises"
+    interval = f"[{1000 * mended.low:+.1f}, {1000 * mended.high:+.1f}] thousandths, 95 %"
+    return f"{text}: that {verb} the squared calibration error ({interval})."
 
 
 def advice(found: Check) -> str:
     """What to do next, for the answers read among the choices and among all tokens."""
     steps = [advice_among_choices(found)]
-    vocabulary = found.after.get("vocabulary")
-    if vocabulary is not None and vocabulary.verdict == "over-confident":
-        steps.append(
+    if "vocabulary" in found.after:
+        steps.append(advice_among_all_tokens(found.after["vocabulary"].verdict))
+    return f"What to do: {' '.join(steps)}"
+
+
+def advice_among_all_tokens(verdict: str) -> str:
+    """What to do about the probabilities among all tokens."""
+    if verdict == "over-confident":
+        return (
             "If you read probabilities among all tokens, train again with label smoothing β of 0.1 "
             "and 0.2, and check every task you care about: smoothing makes a model less sure among "
             "all tokens, whatever the task."
         )
-    elif vocabulary is not None and vocabulary.verdict == "under-confident":
-        steps.append(
+    if verdict == "under-confident":
+        return (
             "Do not smooth, or with a smaller β where it was: among all tokens the model is less "
             "sure than it should be already."
         )
-    return f"What to do: {' '.join(steps)}"
+    if verdict == "calibrated":
+        return "Among all tokens no error is shown, so nothing speaks for smoothing."
+    return "Among all tokens an error is shown, but not its direction: score more questions."
 
 
 def advice_among_choices(found: Check) -> str:
-    """What to do about the probabilities among the choices."""
+    """What to do about the probabilities among the choices, of those who only compare choices."""
     verdict = found.after["choices"].verdict
     vocabulary = found.after.get("vocabulary")
     may_smooth = vocabulary is None or vocabulary.verdict != "under-confident"
@@ -267,9 +327,9 @@ def advice_among_choices(found: Check) -> str:
         return "Among the choices no error is shown that would have to be mended."
     if found.mended.significant and number_of(found.mended) < 0:
         return (
-            "Fit a temperature on validation questions of this task with `calibeval temperature "
-            "VALIDATION.jsonl TEST.jsonl --out SCALED.jsonl`. It changes no answer, and it is this "
-            "task's alone: other tasks need their own."
+            f"If you only compare choices, fit a temperature on {questions_to_fit_on(found)} with "
+            "`calibeval temperature VALIDATION.jsonl TEST.jsonl --out SCALED.jsonl`. It changes no "
+            "answer, and it is this task's alone: other tasks need their own."
         )
     if verdict == "over-confident" and may_smooth:
         return (
@@ -289,8 +349,31 @@ def advice_among_choices(found: Check) -> str:
     )
 
 
+def questions_to_fit_on(found: Check) -> str:
+    """What a temperature is to be fitted on: never the questions that it is read on."""
+    if found.validation_split is None:
+        return "validation questions of this task"
+    return (
+        f"validation questions of this task (`calibeval score --split {found.validation_split}`, "
+        "else with the options of TEST.jsonl)"
+    )
+
+
+def validation_split(file: Path) -> str | None:
+    """The split to fit on that a record file's task has; None where nothing tells of another."""
+    settings = record_files.meta(file).get("settings") or {}
+    task = settings.get("task")
+    if not isinstance(task, str) or task not in SPLITS:
+        return None
+    _, other_split = SPLITS[task]
+    return other_split if settings.get("split") != other_split else None
+
+
 def draw(by_model: dict[str, Evaluation]) -> "Figure":
-    """Reliability diagrams: a column for each model, a row for each definition of confidence."""
+    """Reliability diagrams: a column for each model, a row for each definition of confidence.
+
+    A legend below tells the lines and bands apart.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -312,9 +395,11 @@ def draw(by_model: dict[str, Evaluation]) -> "Figure":
                 ece = number_of(stats.estimate([evaluation], "ece", among))
                 axis.set_title(f"{model}: ECE {ece:.3f}")
                 axis.set(xlim=(0, 1), ylim=(-0.26, 1), xticks=TICKS, yticks=TICKS, aspect="equal")
-            panels[row, 0].set_ylabel(f"confidence {AMONG[among]}\naccuracy")
+            panels[row, 0].set_ylabel(f"accuracy of answers,\nby confidence {AMONG[among]}")
         for axis in panels[-1]:
             axis.set_xlabel("confidence")
+        handles = panels[0, 0].get_legend_handles_labels()[0]
+        canvas.legend(handles=handles, loc="outside lower center", ncols=2)
     return canvas
 
 

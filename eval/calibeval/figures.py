@@ -187,18 +187,27 @@ def reliability_diagrams(rows: Sequence[TableRow], data_set: str, among: Among) 
 
 
 def draw_curves(axis: "Axes", curves: dict[str, np.ndarray], shade: tuple[float, ...]) -> None:
-    """Draw a row's curves with their bands, and below them a histogram of the confidences."""
+    """Draw a row's curves with their bands, and below them a histogram of the confidences.
+
+    Each has a label, for those figures that have a legend.
+    """
     at = curves["at"]
+    band_labels = {
+        "isotonic": "where the steps of 95 % of calibrated models lie",
+        "smooth": "95 % band of the smoothed accuracy",
+    }
     for name, band_color in (("isotonic", GREY), ("smooth", shade)):
         low = curves[f"{name}_low"]
         high = curves[f"{name}_high"]
-        axis.fill_between(at, low, high, color=band_color, alpha=0.3, lw=0)
-    axis.plot([0, 1], [0, 1], "--", color=GREY, lw=0.6)
-    axis.plot(at, curves["isotonic"], color=INK, lw=0.7)
-    axis.plot(at, curves["smooth"], color=shade, lw=1.6)
+        label = band_labels[name]
+        axis.fill_between(at, low, high, color=band_color, alpha=0.3, lw=0, label=label)
+    axis.plot([0, 1], [0, 1], "--", color=GREY, lw=0.6, label="calibrated")
+    axis.plot(at, curves["isotonic"], color=INK, lw=0.7, label="accuracy in steps (isotonic)")
+    axis.plot(at, curves["smooth"], color=shade, lw=1.6, label="accuracy, smoothed")
     count = curves["count"]
     edges = np.linspace(0, 1, len(count) + 1)
-    axis.stairs(-0.24 * count / count.max(), edges, fill=True, color=GREY)
+    label = "share of the questions, by confidence"
+    axis.stairs(-0.24 * count / count.max(), edges, fill=True, color=GREY, label=label)
     axis.axhline(0, color=INK, lw=0.6)
 
 

@@ -55,25 +55,25 @@ class Task(Strict):
     data: str
     """Folder or file of the questions, or hub:NAME; may be left out if a task file names it."""
     name: str | None = None
-    """File name of the records, without .jsonl; null takes the task's name."""
+    """File name of the records, without .jsonl; by default the task's name."""
     scoring: ScoringName | None = None
-    """Whether letters are compared, or the choices' texts; null does as is usual for the task."""
+    """Whether letters are compared, or the choices' texts; by default as is usual for the task."""
     shots: Natural | None = None
-    """Solved examples before each question; null: the task's, else 5 by letters, 0 by texts."""
+    """Solved examples before a question; by default the task's, else 5 by letters, 0 by texts."""
     split: str | None = None
-    """Split of the data that is asked; null takes the one that the task's file names."""
+    """Split of the data that is asked; by default the one that the task's file names."""
     subjects: Seq[str] | None = None
-    """Subjects that are asked, separated by commas on the command line; null asks all."""
+    """Subjects that are asked, separated by commas on the command line; by default all."""
     limit: Positive | None = None
-    """How many questions of each subject are asked, from the first; null asks all."""
+    """How many questions of each subject are asked, from the first; by default all."""
     examples: str | None = None
     """File of solved examples; tasks with a file for each subject, such as mmlu, take their own."""
     chat_template: str | None = None
-    """Chat template to ask with: `tokenizer` takes the model's, FILE.jinja a file; null: none."""
+    """Chat template to ask with: `tokenizer` for the model's, or FILE.jinja; by default none."""
     few_shot: FewShotForm | None = None
-    """Whether a chat's examples are turns of their own, or all in one turn; null takes turns."""
+    """Whether a chat's examples are turns of their own, or all in one turn; by default turns."""
     system: str | None = None
-    """System text of a chat, before the task's own header; null has none of yours."""
+    """System text of a chat, before the task's own header; by default none."""
     language: str | None = None
     """Of a task that is by language, such as global_mmlu: de, sw, …."""
 
@@ -132,11 +132,11 @@ class Request(Strict):
     dtype: Precision = "auto"
     """Precision of the model; auto takes its own on a GPU and float32 on a CPU."""
     batch_size: Positive | None = None
-    """Questions that transformers reads at once; null takes as many as fit into memory."""
+    """Questions that transformers reads at once; by default as many as fit into memory."""
     revision: str | None = None
-    """Branch, tag or commit of a model on the hub; null takes the newest."""
+    """Branch, tag or commit of a model on the hub; by default the newest."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the GPU's memory that vLLM takes, from 0 to 1; null takes vLLM's default."""
+    """Share of the GPU's memory that vLLM takes, from 0 to 1; by default vLLM's own."""
 
     @model_validator(mode="after")
     def _options_are_the_engines(self) -> "Request":

@@ -36,8 +36,11 @@ def test_an_over_confident_model_is_told_to_take_a_temperature(models):
     assert check.cooled_ece < 0.2 * check.after["choices"].ece.value
     assert check.mended.high < 0
     assert "no difference is shown" in check.sentences[0]
-    assert "which is an improvement" in check.sentences[-2]
-    assert "Fit a temperature on validation questions" in check.sentences[-1]
+    assert check.worsened["choices"].low > 0
+    assert "Fine-tuning raised the squared calibration error ([+" in check.sentences[1]
+    assert "that lowers the squared calibration error ([-" in check.sentences[-2]
+    assert f"up to {check.cooled_floor:.3f}:" in check.sentences[-2]
+    assert "fit a temperature on validation questions of this task with" in check.sentences[-1]
     assert "train again with label smoothing" in check.sentences[-1]
 
 
@@ -52,7 +55,51 @@ def test_an_under_confident_model_is_told_not_to_smooth(models):
 def test_a_calibrated_model_is_left_alone(models):
     check = found(models, "sharp", "calibrated")
     assert check.after["choices"].verdict == "calibrated"
+    assert "Fine-tuning lowered the squared calibration error" in check.sentences[1]
     assert "Among the choices no error is shown that would have" in check.sentences[-1]
+
+
+def test_each_reading_is_told_what_to_do(tmp_path):
+    """Nothing was said of all tokens where no error among them is shown."""
+    whole = write_records(tmp_path / "whole.jsonl", 1000, 1.0, seed=3, mass=1.0)
+    advice = calibeval.check(whole, whole).sentences[-1]
+    assert "Among the choices no error is shown" in advice
+    assert "Among all tokens no error is shown" in advice
+
+
+def test_no_change_of_calibration_is_said(models):
+    check = found(models, "sharp", "sharp")
+    assert "No difference of the calibration error is shown." in check.sentences[1]
+
+
+def test_letters_mass_tells_why_the_two_readings_differ(tmp_path):
+    """A smoothed model may be too sure of its choice, and its letters too unlikely."""
+    base = write_records(tmp_path / "base.jsonl", 2000, 1.0, seed=3)
+    smoothed = write_records(tmp_path / "smoothed.jsonl", 2000, 1.6, seed=3, mass=0.4)
+    check = calibeval.check(base, smoothed)
+    assert check.after["vocabulary"].verdict == "under-confident"
+    (sentence,) = [words for words in check.sentences if words.startswith("These two differ")]
+    assert "the letters together have 40 % of the probability among all tokens" in sentence
+
+
+@pytest.mark.parametrize(
+    ("settings", "split"),
+    [
+        ({"task": "mmlu"}, "val"),
+        ({"task": "arc_easy", "split": "dev"}, None),
+        ({"task": "boolq"}, "train"),
+        ({"task": ["mmlu"]}, None),
+        ({}, None),
+    ],
+)
+def test_where_to_fit_a_temperature_is_said_of_tasks_that_have_a_place(models, settings, split):
+    """The page told every task to take MMLU's `val`, which HellaSwag is asked on."""
+    sidecar = records.sidecar(models / "sharp.jsonl")
+    sidecar.write_text(json.dumps({"settings": settings}))
+    check = found(models, "calibrated", "sharp")
+    sidecar.unlink()
+    assert check.validation_split == split
+    assert (f"(`calibeval score --split {split}`" in check.sentences[-1]) == (split is not None)
 
 
 @pytest.mark.parametrize(
