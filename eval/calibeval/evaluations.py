@@ -265,7 +265,7 @@ def measure(
         letter_mass=finite(records.letter_mass.mean()),
         confidences=tuple(observed),
         reliability=curves,
-        values=_of_each(partial(values, metrics=metrics), observed),
+        values=_of_each(partial(observed_values, metrics=metrics), observed),
         floor_tests=tests,
         draws=draws,
         squares=squares,
@@ -313,7 +313,9 @@ def in_order(records: Records) -> Records:
     )
 
 
-def values(sample: Sample, metrics: Collection[str] | None = None) -> dict[str, float | None]:
+def observed_values(
+    sample: Sample, metrics: Collection[str] | None = None
+) -> dict[str, float | None]:
     """Metrics of the questions as they are, by default all; None where one is not defined."""
     return {name: finite(metric(sample)[0]) for name, metric in _wanted(METRICS, metrics).items()}
 

@@ -416,6 +416,9 @@ def _lm_eval_id(sample: dict[str, Any], task: str, subject: str) -> str:
 
 def read_inspect(path: Path) -> Log:
     """A log, as .json."""
+    remedy = f"`inspect log convert --to json --output-dir DIR {path}` makes one that is"
+    if path.suffix == ".eval":
+        raise InputError(f"{path}: an archive, not a log that can be read; {remedy}")
     try:
         log = json.loads(read_text(path))
         task = log["eval"]["task"].split("/")[-1]
@@ -426,10 +429,7 @@ def read_inspect(path: Path) -> Log:
         first_epoch = [sample for sample in log["samples"] if sample.get("epoch", 1) == 1]
         answered = [sample for sample in first_epoch if not _is_unanswered(sample)]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{path}: not a log that can be read ({error!r}); `inspect log convert --to json "
-            f"--output-dir DIR {path}` makes one that is"
-        ) from error
+        raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
     status = log.get("status")
     if status != "success":
         raise InputError(f"{path}: status is {status!r}, expected 'success'; finish it first")

@@ -116,7 +116,7 @@ def _not_tested(fitted_on: Records, scored: Records) -> np.ndarray:
 
 
 def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
-    """The temperature of the least NLL, and that NLL.
+    """The temperature of the least NLL of the answers `used`, (N,) of bool, and that NLL.
 
     `InputError` where there is none: where any fits, where all answers are right, or where all are
     wrong and NLL falls on towards infinity. Where NLL falls on to one side for another reason, as

@@ -250,7 +250,8 @@ class _TaskFilling:
         if any(item.id not in row_of_id for item in self.items):
             row_of_id = {**row_of_id, **self._score_missing(store, row_of_id)}
         rows = [row_of_id[item.id] for item in self.items]
-        about = {"model": rows[-1]["model"], "versions": rows[-1]["versions"]}
+        last_made = [*row_of_id.values()][-1]  # new rows stand behind those that were there
+        about = {"model": last_made["model"], "versions": last_made["versions"]}
         store.finish(rows, about)
         return False
 

@@ -11,9 +11,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from made_records import read_lines
+from made_records import read_lines, write_lines
 
-from calibeval import records
+from calibeval import prompts, records, tasks
+from calibeval.request import Task
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -78,6 +79,30 @@ def test_texts_are_as_right_as_each_metric_says(imported):
 def test_winogrande_is_of_texts_after_one_prompt(imported):
     found = imported("winogrande")
     assert (found.scoring, found.normalise, len(found)) == ("continuation", "sum", 4)
+
+
+def test_the_page_asks_winogrande_as_lighteval_does(tmp_path):
+    """The task file of eval/README.md, on the sentences that lighteval was asked."""
+    page = (Path(__file__).parents[2] / "eval" / "README.md").read_text()
+    (block,) = [part for part in page.split("```yaml\n") if part.startswith("# winogrande.yaml")]
+    file = tmp_path / "winogrande.yaml"
+    file.write_text(block.partition("```")[0])
+    sentences = []
+    for number in range(4):
+        sentence = f"The cup {number} did not fit the case because the _ was too large."
+        answer = str(1 + number % 2)
+        sentences.append(
+            {"sentence": sentence, "option1": "cup", "option2": "case", "answer": answer}
+        )
+    data = write_lines(tmp_path / "validation.jsonl", sentences)
+    (subject,) = tasks.load(Task(task=str(file), data=str(data)))
+    expected = {row["doc"]["id"]: row["doc"] for row in rows_of("winogrande")}
+    for number, question in enumerate(subject.questions):
+        document = expected[str(number)]
+        prompt = prompts.build(subject, question, 0, "continuation")
+        whole = [prompt.text + prompt.separator + ending for ending in prompt.endings]
+        assert whole == [document["query"] + choice for choice in document["choices"]]
+        assert question.label == document["gold_index"]
 
 
 def test_a_run_becomes_a_file_a_data_set(run_folder, tmp_path, run):

@@ -471,8 +471,11 @@ def test_inspects_samples_that_are_no_multiple_choice(
 def test_logs_of_inspect_that_cannot_be_used(tmp_path, refused, write_log):
     command = ["import", tmp_path / "log.json", "--out", tmp_path / "r.jsonl"]
     write_log(None)
-    assert "`inspect log convert --to json` makes one" in refused(*command)
+    assert "`inspect log convert --to json --output-dir DIR" in refused(*command)
     write_log([], status="cancelled")
     assert "status is 'cancelled', expected 'success'" in refused(*command)
+    (tmp_path / "log.eval").write_bytes(b"PK")
+    archive = refused("import", tmp_path / "log.eval", "--out", tmp_path / "r.jsonl")
+    assert "an archive, not a log that can be read; `inspect log convert --to json" in archive
     (tmp_path / "log.json").write_text("[]")
-    assert "`inspect log convert --to json` makes one" in refused(*command)
+    assert "`inspect log convert --to json --output-dir DIR" in refused(*command)

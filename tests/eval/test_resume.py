@@ -56,6 +56,20 @@ def test_kill_loses_seconds_and_changes_no_byte(command, tmp_path, run):
     assert not list(tmp_path.glob("r.jsonl.part*"))
 
 
+def test_the_sidecar_has_the_versions_of_the_last_scoring(command, tmp_path, run):
+    """It had those of the last question in order, whenever that was scored."""
+    out = tmp_path / "r.jsonl"
+    run(*command)
+    last_rows = [{**row, "versions": {"calibeval": "0.0.1"}} for row in read_lines(out)[50:]]
+    write_lines(tmp_path / "r.jsonl.part", last_rows)
+    out.unlink()
+    sidecar = tmp_path / "r.jsonl.meta.json"
+    sidecar.rename(tmp_path / "r.jsonl.part.meta.json")
+    run(*command)
+    assert read_lines(out)[-1]["versions"] == {"calibeval": "0.0.1"}
+    assert json.loads(sidecar.read_text())["versions"] == read_lines(out)[0]["versions"]
+
+
 def test_finished_is_finished_by_other_options_too(command, tmp_path, run):
     """Options that choose the same questions are the same request."""
     run(*command)
