@@ -5,11 +5,41 @@
 #
 # The file that they change decides, not the commit. It is merged with the one that UPSTREAM names, so that changes
 # of its own stay; where they touch a place at which the patches add lines, nothing is written.
+#
+# There are four versions of that file here, beside the checkout's own:
+#   before      upstream's, at the commit that UPSTREAM names
+#   after       `before` with the patches
+#   unpatched   the checkout's without the patches' lines; the same as the checkout's if it holds none
+#   merged      `unpatched` with the patches, which is what gets written
+# A checkout whose file holds lines of the patches is patched if it equals `merged`; else it holds some of them only, or
+# at other places, and is refused.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 usage="usage: apply.sh CHECKOUT [--check|--reverse]"
 
 fail() { echo "error: $1" >&2; exit 2; }
+
+# without_blocks DIFF FILE: print FILE without the blocks of lines that DIFF, as `diff` prints it, says were added. They
+# come in the file's order: the file is walked once, and each block is dropped where it first occurs behind the one
+# before. Fails where a block does not occur.
+without_blocks() {
+  awk '
+    NR == FNR { if (/^>/) block[blocks, ++size[blocks]] = substr($0, 3); else blocks++; next }
+    { line[++last] = $0 }
+    END {
+      at = 1
+      for (b = 1; b <= blocks; b++) {
+        for (place = at; place <= last; place++) {
+          for (k = 1; k <= size[b] && line[place + k - 1] == block[b, k]; k++);
+          if (k > size[b]) break
+        }
+        if (place > last) exit 1
+        while (at < place) print line[at++]
+        at += size[b]
+      }
+      while (at <= last) print line[at++]
+    }' "$1" "$2"
+}
 
 checkout= action=apply
 for argument; do
@@ -57,28 +87,12 @@ strange=$(grep -E "$patch_call" "$target" | grep -vxF -f <(grep -E "$patch_call"
 [ -z "$strange" ] ||
   fail "$file in $checkout holds lines of another version of these patches; undo them with the apply.sh that came with them, or patch a second checkout ($get):"$'\n'"$strange"
 
-# The checkout's file without the patches' lines. `diff` gives them as blocks of added lines, in the file's order. The
-# file is walked once: each block is dropped where it first occurs behind the one before, and all other lines stay.
 unpatched=$work/unpatched patched_already=no
+cp "$target" "$unpatched"
 if grep -qE "$patch_call" "$target"; then
   patched_already=yes
-  awk '
-    NR == FNR { if (/^>/) block[n, ++size[n]] = substr($0, 3); else n++; next }
-    { line[++last] = $0 }
-    END {
-      for (at = b = 1; b <= n; b++) {
-        for (place = at; place <= last; place++) {
-          for (k = 1; k <= size[b] && line[place + k - 1] == block[b, k]; k++);
-          if (k > size[b]) break
-        }
-        if (place > last) exit 1
-        while (at < place) print line[at++]
-        at += size[b]
-      }
-      while (at <= last) print line[at++]
-    }' <(diff "$before" "$after") "$target" > "$unpatched" || cp "$target" "$unpatched" # which then is another file below
-else
-  cp "$target" "$unpatched"
+  # Where lines of the patches are missing, `merged` differs from the checkout's file below, and it is refused.
+  without_blocks <(diff "$before" "$after") "$target" > "$unpatched" || cp "$target" "$unpatched"
 fi
 runner="The runner needs no line of it changed: python -m smoothed_open_instruct $checkout …"
 if ! git merge-file -p --quiet "$unpatched" "$before" "$after" > "$merged"; then

@@ -1,6 +1,7 @@
 """What the patched open-instruct finetune.py calls; the patches hold the lines that call it.
 
-`python -m smoothed_open_instruct` runs an unpatched checkout with the same loss.
+`python -m smoothed_open_instruct` runs an unpatched checkout with the same loss. `patches_folder`
+is for whoever looks for the patches, as `sweeps` does.
 """
 
 from smoothed_open_instruct.arguments import (
@@ -17,7 +18,8 @@ from smoothed_open_instruct.resume import (
     mark_trained,
     resumed_batches,
 )
-from smoothed_open_instruct.stack import model_class, todays_libraries
+from smoothed_open_instruct.stack import adapt_todays_libraries, model_class
+from smoothed_open_instruct.stop_file import StopFile
 from smoothed_open_instruct.training_loss import training_loss
 
 __version__ = "0.1.0"
@@ -25,6 +27,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoints",
     "Monitor",
+    "StopFile",
+    "adapt_todays_libraries",
     "already_trained",
     "check_arguments",
     "mark_trained",
@@ -33,7 +37,6 @@ __all__ = [
     "respect_offline",
     "resumed_batches",
     "set_attention_dropout",
-    "todays_libraries",
     "training_loss",
     "unless_offline",
 ]

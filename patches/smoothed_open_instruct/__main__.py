@@ -21,7 +21,7 @@ from smoothed_open_instruct.arguments import (
     refuse,
     replaces_loss,
 )
-from smoothed_open_instruct.stack import todays_libraries
+from smoothed_open_instruct.stack import adapt_todays_libraries
 from smoothed_open_instruct.training_loss import TrainingLoss
 
 # The places of finetune.py that the hooks rest on. Without one of them the loss would silently stay
@@ -42,16 +42,15 @@ PATCHED_MARK = "import smoothed_open_instruct as ours\n"
 
 @dataclasses.dataclass
 class RunState:
-    """What the script of this process has parsed.
+    """What the script of this process has parsed, and what its model's loss was made of.
 
-    `args.reduce_loss` has three values in turn: "mean" while the script checks its arguments, since
-    its check takes that at every commit; then what was asked, which the script hands to its
-    trackers, and from which `prepare` makes the loss; and from the first batch on "mean" again,
-    since the script's branch for "mean" is the one that takes `outputs.loss` as it is.
+    Once `prepare` has made the loss, `args.reduce_loss` is "mean": the script's branch for that is
+    the one that takes `outputs.loss` as it is. What was asked for is then in `loss_args` alone.
     """
 
-    args: Any = None
+    args: Any = None  # the script's own, which it goes on reading
     attaches_loss: bool = False
+    loss_args: Namespace | None = None  # a copy from before that change; None: no loss was made
 
 
 RUN = RunState()
@@ -68,7 +67,7 @@ def main(words: list[str]) -> None:
     import accelerate
     from open_instruct import utils
 
-    todays_libraries()
+    adapt_todays_libraries()
     utils.ArgumentParserPlus = parser_with_flags(utils.ArgumentParserPlus)
     accelerate.Accelerator = with_loss(accelerate.Accelerator)  # type: ignore[misc]
     runpy.run_path(str(script), run_name="__main__")
@@ -121,11 +120,12 @@ def with_flags(base: Any) -> Any:
         def __post_init__(self) -> None:
             check_arguments(self, upstream_reductions)
             reduction = self.reduce_loss
-            self.reduce_loss = "mean"
+            self.reduce_loss = "mean"  # which the script's own check takes at every commit
             try:
                 super().__post_init__()
             except ValueError as error:
                 refuse(error)
+            # The parser makes the arguments of a YAML file once more, out of these.
             self.reduce_loss = reduction
             RUN.args = self
             RUN.attaches_loss = replaces_loss(self, upstream_reductions)
@@ -142,11 +142,28 @@ def with_loss(base: Any) -> Any:
         def prepare(self, *objects: Any) -> Any:
             if not RUN.attaches_loss:
                 return super().prepare(*objects)
-            # The loss keeps the flags as they are now: the script's change with the first batch.
-            loss = TrainingLoss(Namespace(**vars(RUN.args)), self)
-            loss.attach(objects[0])
-            model, optimizer, loader, scheduler = super().prepare(*objects)
+            if len(objects) != 4:
+                refuse(
+                    f"finetune.py prepares {len(objects)} objects, and not model, optimizer, "
+                    "loader and scheduler: its loss cannot be changed from outside"
+                )
+            model, optimizer, loader, scheduler = objects
+            RUN.loss_args = Namespace(**vars(RUN.args))
+            RUN.args.reduce_loss = "mean"
+            loss = TrainingLoss(RUN.loss_args, self)
+            loss.attach(model)
+            model, optimizer, loader, scheduler = super().prepare(
+                model, optimizer, loader, scheduler
+            )
             return model, optimizer, Batches(loader, loss, model), scheduler
+
+        def init_trackers(
+            self, project_name: str, config: dict | None = None, **options: Any
+        ) -> None:
+            """Start the trackers, which show the reduction that was asked for."""
+            if config is not None and RUN.loss_args is not None:
+                config = {**config, "reduce_loss": RUN.loss_args.reduce_loss}
+            super().init_trackers(project_name, config, **options)
 
         def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
             if not isinstance(loader, Batches):
@@ -166,7 +183,6 @@ class Batches:
     model: Any
 
     def __iter__(self) -> Iterator[Any]:
-        RUN.args.reduce_loss = "mean"  # The script then takes `outputs.loss` as it is.
         return iter(self.loss.batches(self.loader, self.model))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What a sweep needs to see of a run (loss, norms, clipping), and how it asks a run to stop."""
+"""What a sweep needs to see of a run: loss, gradient norms, clipping, speed."""
 
 import json
 import logging
@@ -23,6 +23,9 @@ class Interval:
     """What has happened since the last line of statistics."""
 
     first_token: int  # tokens that the run had seen when the interval began
+    # The sum of this process's losses, (1,) fp32. It stays on the device, so that observing a loss
+    # does not wait for the GPU.
+    loss_sum: Tensor
     began: float = field(default_factory=time.monotonic)
     micro_batches: int = 0  # of this process
     updates: int = 0
@@ -31,15 +34,15 @@ class Interval:
 
 
 class Monitor:
-    """Statistics behind `log_statistics`, and the stop file; to be made after `prepare`."""
+    """The statistics behind `log_statistics`; to be made after `prepare`."""
 
     def __init__(self, args: Namespace, accelerator: Any) -> None:
         self.args = args
         self.accelerator = accelerator
-        # The sum of this process's losses since the last line. It stays on the device, so that
-        # observing a loss does not wait for the GPU.
-        self.loss_sum = torch.zeros(1, device=accelerator.device)
-        self.interval = Interval(first_token=0)
+        self.interval = self._begin_interval(first_token=0)
+
+    def _begin_interval(self, first_token: int) -> Interval:
+        return Interval(first_token, torch.zeros(1, device=self.accelerator.device))
 
     def observe(self, model: Any, loss: Tensor) -> None:
         """Take note of a micro-batch's loss, and at the end of an update of its gradient norm.
@@ -48,7 +51,7 @@ class Monitor:
         """
         if not self.args.log_statistics:
             return
-        self.loss_sum += loss.detach().float()
+        self.interval.loss_sum += loss.detach().float()
         self.interval.micro_batches += 1
         if not self.accelerator.sync_gradients:
             return
@@ -91,7 +94,7 @@ class Monitor:
         if not self.args.log_statistics:
             return
         interval = self.interval
-        losses = self.accelerator.gather(self.loss_sum).tolist()
+        losses = self.accelerator.gather(interval.loss_sum).tolist()
         divisor = interval.micro_batches
         if self.args.reduce_loss == "token_mean":
             # An update's losses add up to `accumulation` times its mean, also where it has fewer
@@ -105,8 +108,7 @@ class Monitor:
         tokens = metrics["total_tokens"]  # since the start or a resume
         seconds = time.monotonic() - interval.began
         metrics["tokens_per_s"] = (tokens - interval.first_token) / seconds
-        self.interval = Interval(first_token=tokens)
-        self.loss_sum.zero_()
+        self.interval = self._begin_interval(first_token=tokens)
         if self.accelerator.is_main_process:
             self._write(step, metrics)
 
@@ -119,21 +121,3 @@ class Monitor:
             row["tokens_per_second"] = row["tokens_per_s"]
             with open(os.environ[STATISTICS_FILE], "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-
-    def stop_requested(self) -> bool:
-        """Whether the main process sees the stop file; the same answer on every process."""
-        if not self.args.stop_file:
-            return False
-        # All processes have to agree on the answer, and reading it waits for the GPU after each
-        # update.
-        exists = self.accelerator.is_main_process and os.path.exists(self.args.stop_file)
-        flag = torch.tensor(int(exists), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum").item())
-
-    def stopped(self, step: int) -> None:
-        """Say why the run ends here, after the checkpoint was written."""
-        self.accelerator.print(
-            f"{self.args.stop_file} exists: stopped after step {step}, checkpoint saved; "
-            "the same command continues from it once the file is gone"
-        )
-        self.accelerator.end_training()

@@ -103,11 +103,11 @@ class Checkpoints:
         ]
         return str(max(complete, key=self._steps)) if complete else None
 
-    def saved(self, folder: str) -> None:
+    def finish_saving(self, folder: str) -> None:
         """Wait until every process has written its part of `folder`, and all of it is on the disk.
 
-        Upstream's next lines mark it COMPLETED, which must not survive a power cut that the
-        checkpoint itself does not survive.
+        All processes have to call it. Upstream's next lines mark the folder COMPLETED, and that
+        mark must not survive a power cut that the checkpoint itself does not survive.
         """
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_local_main_process:
@@ -139,6 +139,8 @@ class Checkpoints:
 def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
     """Iterate what is left of an epoch as the uninterrupted run would have.
 
+    `skipped` is how many of the epoch's batches `loader` leaves out, as upstream has told it.
+
     The loader is told the epoch, because without the batches already seen it would shuffle as if it
     were epoch 0.
 
@@ -150,7 +152,7 @@ def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
     loader.set_epoch(epoch)
     state = torch.get_rng_state()
     for position, batch in enumerate(loader):
-        if position == 0 and skipped:
+        if position == 0 and skipped > 0:
             torch.set_rng_state(state)
         yield batch
 

@@ -6,36 +6,54 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def todays_libraries() -> None:
-    """Give today's libraries what the script expects of the pinned ones.
+def adapt_todays_libraries() -> None:
+    """Give this process's libraries what finetune.py expects of the pinned ones."""
+    _take_seedable_sampler()
+    _leave_out_empty_groups()
+    _return_ids_of_chats()
 
-    accelerate's class takes `use_seedable_sampler`, and chat templates return ids. AdamW is made
-    without empty groups of parameters, which DeepSpeed drops and torch's schedulers then miss.
-    """
-    import torch
+
+def _take_seedable_sampler() -> None:
+    """Let accelerate's class take `use_seedable_sampler`, which today belongs into a config."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
-    from transformers import PreTrainedTokenizerBase
 
+    if "use_seedable_sampler" in inspect.signature(Accelerator).parameters:
+        return
     accelerator_class: Any = Accelerator
-    init_accelerator = accelerator_class.__init__
-    adamw_class: Any = torch.optim.AdamW
-    init_adamw = adamw_class.__init__
+    init = accelerator_class.__init__
 
-    def init_with_seedable_sampler(
+    def init_with_sampler(
         self: Any, *args: Any, use_seedable_sampler: bool = False, **kwargs: Any
     ) -> None:
         if use_seedable_sampler:
             kwargs["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
-        init_accelerator(self, *args, **kwargs)
+        init(self, *args, **kwargs)
+
+    accelerator_class.__init__ = init_with_sampler
+
+
+def _leave_out_empty_groups() -> None:
+    """Let AdamW leave out groups without parameters, such as that of the biases if there are none.
+
+    DeepSpeed drops them, and torch's schedulers then miss them.
+    """
+    import torch
+
+    adamw_class: Any = torch.optim.AdamW
+    init = adamw_class.__init__
 
     def init_without_empty_groups(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         groups = [group for group in params if not isinstance(group, dict) or group["params"]]
-        init_adamw(self, groups, *args, **kwargs)
+        init(self, groups, *args, **kwargs)
 
-    if "use_seedable_sampler" not in inspect.signature(Accelerator).parameters:
-        accelerator_class.__init__ = init_with_seedable_sampler
     adamw_class.__init__ = init_without_empty_groups
+
+
+def _return_ids_of_chats() -> None:
+    """Let `apply_chat_template` return the ids alone, as it did before transformers 5."""
+    from transformers import PreTrainedTokenizerBase
+
     tokenizer_class: Any = PreTrainedTokenizerBase
     tokenizer_class.apply_chat_template = partialmethod(
         tokenizer_class.apply_chat_template, return_dict=False

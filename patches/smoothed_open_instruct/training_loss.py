@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +14,13 @@ from smoothed_open_instruct.arguments import replaces_loss
 def training_loss(args: Namespace, accelerator: Any) -> "TrainingLoss | None":
     """The loss that the flags ask for, or None where upstream's own loss stays."""
     return TrainingLoss(args, accelerator) if replaces_loss(args) else None
+
+
+class Step(NamedTuple):
+    """One optimizer step of this process, as its loader gives it."""
+
+    micro_batches: list[dict[str, Tensor]]
+    ends_epoch: bool
 
 
 @dataclass
@@ -53,35 +60,45 @@ class TrainingLoss:
         return loader
 
     def _batches_by_step(self, loader: Iterable[Any], model: Any) -> Iterator[dict[str, Tensor]]:
-        """Read the micro-batches of an optimizer step ahead, then hand them out one by one."""
-        accumulation = self.args.gradient_accumulation_steps
-        state = self.accelerator.gradient_state
-        loader_iterator = iter(loader)
-        while True:
-            micro_batches: list[dict[str, Tensor]] = []
-            for batch in loader_iterator:
-                micro_batches.append(batch)
-                if len(micro_batches) == accumulation or state.end_of_dataloader:
-                    break
-            if not micro_batches:
-                return
-            extra_inputs: dict[str, Tensor] = {}
-            if self.args.reduce_loss == "token_mean":
-                labels = [batch["labels"] for batch in micro_batches]
-                factor = token_mean_factor(labels, steps=accumulation)
-                # The patched model divides its summed loss by this input.
-                extra_inputs["num_items_in_batch"] = 1 / factor
-            # accelerate makes an update at each micro-batch for which this flag of the loader is
-            # set. Reading ahead has set it too early: without this the epoch's last step would be
-            # made once for each of its micro-batches.
-            loader_ended = state.end_of_dataloader
-            for position, batch in enumerate(micro_batches, 1):
-                is_last = position == len(micro_batches)
-                state.active_dataloader.end_of_dataloader = loader_ended and is_last
-                if is_deepspeed(model):
-                    # DeepSpeed would count on across the end of an epoch; accelerate does not.
-                    model.set_gradient_accumulation_boundary(is_last)
+        """Read each optimizer step as a whole, then hand out its micro-batches one by one."""
+        for step in self._read_steps(loader):
+            extra_inputs = self._inputs_of_step(step)
+            for position, batch in enumerate(step.micro_batches, 1):
+                is_last = position == len(step.micro_batches)
+                self._announce(model, ends_step=is_last, ends_epoch=is_last and step.ends_epoch)
                 yield {**batch, **extra_inputs}
+
+    def _read_steps(self, loader: Iterable[Any]) -> Iterator[Step]:
+        """An epoch's optimizer steps, of which the last one may have fewer micro-batches."""
+        state = self.accelerator.gradient_state
+        micro_batches: list[dict[str, Tensor]] = []
+        for batch in loader:
+            micro_batches.append(batch)
+            ends_epoch = state.end_of_dataloader  # set by accelerate's loader with its last batch
+            if len(micro_batches) == self.args.gradient_accumulation_steps or ends_epoch:
+                yield Step(micro_batches, ends_epoch)
+                micro_batches = []
+        assert not micro_batches  # a loader that is not accelerate's has marked no end
+
+    def _inputs_of_step(self, step: Step) -> dict[str, Tensor]:
+        """What the model is given beside each micro-batch of a step."""
+        if self.args.reduce_loss != "token_mean":
+            return {}
+        labels = [batch["labels"] for batch in step.micro_batches]
+        factor = token_mean_factor(labels, steps=self.args.gradient_accumulation_steps)
+        return {"num_items_in_batch": 1 / factor}  # by which the model divides its summed loss
+
+    def _announce(self, model: Any, *, ends_step: bool, ends_epoch: bool) -> None:
+        """Tell accelerate and DeepSpeed what the coming micro-batch ends.
+
+        accelerate makes an update at each micro-batch for which the loader's flag of its end is
+        set, and reading ahead has set that too early: an epoch's last step would be made once for
+        each of its micro-batches. DeepSpeed would count on across the end of an epoch, as
+        accelerate does not.
+        """
+        self.accelerator.gradient_state.active_dataloader.end_of_dataloader = ends_epoch
+        if is_deepspeed(model):
+            model.set_gradient_accumulation_boundary(ends_step)
 
 
 def is_deepspeed(model: Any) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, on_main_process
 from disk_writes import DiskWrites
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,13 +24,15 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from smoothed_open_instruct import (
     Checkpoints,
     Monitor,
+    StopFile,
     already_trained,
     check_arguments,
     mark_trained,
     set_attention_dropout,
     training_loss,
 )
-from smoothed_open_instruct.__main__ import main, with_flags
+from smoothed_open_instruct.__main__ import RUN, RunState, main, with_flags, with_loss
+from smoothed_open_instruct.resume import SETTINGS
 
 
 def arguments(**given):
@@ -179,7 +182,7 @@ def test_keeps_the_furthest_and_marks_the_one_just_written(tmp_path):
     put(tmp_path, "epoch_2", complete=False)
     put(tmp_path, "epoch_0")
     put(tmp_path, "step_9999.bak")
-    made.saved(put(tmp_path, "epoch_1"))
+    made.finish_saving(put(tmp_path, "epoch_1"))
     os.utime(tmp_path / "step_1")  # as deleting something in it would
     assert made.last(arguments(), incomplete=True) == str(tmp_path / "epoch_1")
     made.clean(str(tmp_path), keep_last_n_checkpoints=-1)
@@ -232,28 +235,15 @@ def test_another_run_in_the_same_folder_is_refused(tmp_path, capsys, left):
     assert not already_trained(arguments(**other))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("attention_dropout", 0.1),
-        ("weight_decay", 0.1),
-        ("warmup_ratio", 0.1),
-        ("lr_scheduler_type", "cosine"),
-        ("max_seq_length", 128),
-        ("max_train_samples", 99),
-        ("clip_grad_norm", 1.0),
-        ("chat_template_name", "tulu"),
-        ("lora_rank", 8),
-        ("use_slow_tokenizer", False),
-    ],
-)
-def test_every_setting_that_decides_what_is_trained_makes_another_run(
-    tmp_path, capsys, name, value
-):
-    assert not already_trained(arguments(output_dir=str(tmp_path)))
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_that_decides_what_is_trained_makes_another_run(tmp_path, capsys, name):
+    """test_backend.py sees to it that each of the sweeps' options is a setting where it must be."""
+    before = arguments(output_dir=str(tmp_path))
+    assert not already_trained(before)
     with pytest.raises(SystemExit, match="2"):
-        already_trained(arguments(output_dir=str(tmp_path), **{name: value}))
-    assert f"holds a run with {name} None, now {value}: another" in capsys.readouterr().err
+        already_trained(arguments(output_dir=str(tmp_path), **{name: "other"}))
+    change = f"{name} {getattr(before, name, None)}, now other"
+    assert f"holds a run with {change}: another" in capsys.readouterr().err
 
 
 def test_another_number_of_processes_makes_another_run(tmp_path, capsys, monkeypatch):
@@ -314,7 +304,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_marked(tmp_path, monkeypatch):
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", note)
-    checkpoints().saved(str(folder))
+    checkpoints().finish_saving(str(folder))
     assert flushed == {str(path) for path in (folder, *folder.rglob("*"))}
 
 
@@ -377,6 +367,46 @@ def test_monitor_logs_what_came_since_the_last_line(caplog, tmp_path, monkeypatc
     assert silent == {"total_tokens": 1}
 
 
+def test_without_a_path_nobody_asks_to_stop_and_alone_the_file_does(tmp_path, capsys):
+    accelerator = Accelerator(cpu=True)
+    assert not StopFile(None, accelerator).asks_to_stop()
+    stop_file = StopFile(str(tmp_path / "stop"), accelerator)
+    assert not stop_file.asks_to_stop()
+    (tmp_path / "stop").touch()
+    assert stop_file.asks_to_stop()
+    stop_file.leave(7)
+    assert f"{tmp_path}/stop exists: stopped after step 7" in capsys.readouterr().out
+
+
+TWO_PROCESSES = """
+import os, sys
+from accelerate import Accelerator
+from smoothed_open_instruct import StopFile
+
+path = sys.argv[1]
+accelerator = Accelerator(cpu=True)
+stop_file = StopFile(path, accelerator)
+before = stop_file.asks_to_stop()
+accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    open(path, "w").close()
+else:  # a file system that shows a new file late
+    os.path.exists = lambda path: False
+print(accelerator.process_index, before, stop_file.asks_to_stop())
+"""
+
+
+def test_all_processes_hear_of_the_stop_file_at_the_same_update(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(TWO_PROCESSES)
+    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*call, script, tmp_path / "stop"], env=environment, capture_output=True, text=True
+    )
+    assert sorted(done.stdout.splitlines()) == ["0 False True", "1 False True"], done.stderr
+
+
 HOOKED = (
     "from accelerate import Accelerator\nclass FlatArguments: pass\nArgumentParserPlus(0)\n"
     "accelerator.prepare(1)\naccelerator.accumulate(2)\noutputs.loss\n"
@@ -433,6 +463,59 @@ def test_a_sum_that_the_script_lacks_is_the_fused_loss_in_every_check(capsys):
         with_flags(MeanOnlyArguments)(reduce_loss="sum", load_balancing_loss=True)
     assert "load_balancing_loss adds to the upstream loss alone" in capsys.readouterr().err
     with_flags(MeanOnlyArguments)(reduce_loss="mean", load_balancing_loss=True)
+
+
+@pytest.fixture
+def runner_state(monkeypatch):
+    """What the runner knows of its script, as it is before a script has parsed anything."""
+    for name, value in vars(RunState()).items():
+        monkeypatch.setattr(RUN, name, value)
+    return RUN
+
+
+class ConfigTracker(GeneralTracker):
+    """A tracker that keeps what it is told of a run's settings."""
+
+    name = "config"
+    requires_logging_directory = False
+    tracker = None
+
+    @on_main_process
+    def store_init_configuration(self, values):
+        self.shown = values
+
+
+def test_trackers_show_the_reduction_that_was_asked_though_the_script_sees_mean(runner_state):
+    """In whatever order the script starts trackers and makes the loss."""
+    args = with_flags(MeanOnlyArguments)(reduce_loss="token_mean")
+    args.gradient_accumulation_steps = 1
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    tracker = ConfigTracker()
+    accelerator = with_loss(Accelerator)(cpu=True, log_with=[tracker])
+    accelerator.init_trackers("before", vars(args))
+    assert tracker.shown["reduce_loss"] == args.reduce_loss == "token_mean"
+    accelerator.prepare(model, optimizer, DataLoader([example(0)]), scheduler)
+    assert args.reduce_loss == "mean"
+    accelerator.init_trackers("after", vars(args))
+    assert tracker.shown["reduce_loss"] == "token_mean" and args.reduce_loss == "mean"
+
+
+def test_arguments_that_are_made_again_ask_for_the_same(runner_state):
+    """As the script's parser makes those of a YAML file, to which the command line adds some."""
+    argument_class = with_flags(MeanOnlyArguments)
+    first = argument_class(reduce_loss="token_mean")
+    again = argument_class(**{**vars(first), "label_smoothing": 0.1})
+    assert (runner_state.args, again.reduce_loss) == (again, "token_mean")
+
+
+def test_a_script_that_prepares_other_objects_is_refused(runner_state, capsys):
+    with_flags(MeanOnlyArguments)(label_smoothing=0.1)
+    model = llama()
+    with pytest.raises(SystemExit, match="2"):
+        with_loss(Accelerator)(cpu=True).prepare(model, DataLoader([example(0)]))
+    assert "finetune.py prepares 2 objects, and not model, optimizer" in capsys.readouterr().err
 
 
 def test_the_runner_says_how_it_is_used():
