@@ -94,10 +94,10 @@ def disturb(kind: str, element: LiveJob, run: Run) -> bool:
     if not pids:
         return False
     if kind == REQUEUED:
-        done = subprocess.run(["scontrol", "requeue", element.id], check=False)
+        done = subprocess.run(["scontrol", "requeue", element.label], check=False)
         return done.returncode == 0
     if kind == WARNED:  # a busy controller may say no, and deliver it all the same
-        subprocess.run(["scancel", "--quiet", "--signal=USR2", element.id], check=False)
+        subprocess.run(["scancel", "--quiet", "--signal=USR2", element.label], check=False)
         return True
     if kind == PREEMPTED:
         urgent = ["sbatch", "--partition=urgent", "--cpus-per-task=1", "--output=/dev/null"]
@@ -156,7 +156,7 @@ class Chaos:
             if disturb(kind, element, run):
                 self.due[element.run] = math.inf
                 self.counts[kind] += 1
-                print(f"chaos: {kind}: {element.run} ({element.id})", flush=True)
+                print(f"chaos: {kind}: {element.run} ({element.label})", flush=True)
                 return
 
     def restart_slurmd(self) -> None:

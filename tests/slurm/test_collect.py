@@ -10,9 +10,10 @@ import pytest
 from sweep_tools import command, launch
 from test_golden_records import GOLDEN, lay_out, read_csv
 
+from calibeval.io import sha256
 from sweeps.results import collect
 from sweeps.results.selection import COLUMN_NAMES, best_learning_rates
-from sweeps.results.settings import SHOWN
+from sweeps.results.settings import SHOWN, settings
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
 
@@ -54,6 +55,18 @@ def test_a_rate_is_chosen_for_each_number_of_epochs_and_content_of_a_file(sweep_
     choices = best_learning_rates("held_out_loss", collect.runs_in_folder(one_epoch))
     # 1 is of the old file, 2 of the new one; of the two rates at two epochs, 3 is the better.
     assert sorted(choice.figures["held_out_loss"] for choice in choices) == [1, 2, 3]
+
+
+def test_a_file_that_is_called_like_an_option_does_not_hide_it(sweep_file, tmp_path, monkeypatch):
+    """A hash of its content stands among a run's settings, under its path."""
+    monkeypatch.chdir(tmp_path)
+    Path("seed").write_text("conversations")
+    path = sweep_file(grid={}, train={"seed": 7, "train_file": "seed"})
+    (run,) = plan_sweep(path, []).runs
+    finish_training(run, held_out_loss=1)
+    shown = settings(run)
+    assert shown["seed"] == 7
+    assert shown["file seed"] == sha256(Path("seed"))[:8]
 
 
 def test_nothing_is_made_of_a_sweep_that_has_not_begun(tmp_path):

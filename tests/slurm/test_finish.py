@@ -11,6 +11,7 @@ import yaml
 from sweep_tools import command, launch, prepare
 
 from calibeval import records
+from sweeps.launch.slurm import submit
 from sweeps.runs import scoring
 from sweeps.runs.events import EventKind
 from sweeps.runs.files import locked
@@ -73,7 +74,7 @@ def test_models_go_where_a_later_launch_keeps_scores_alone(
     records.write(file, [{}], {"settings": scoring.request(score.tasks[0], score)})
     run.done_file.touch()
     command("launch", path, "--executor", executor, "keep=all")  # whose tables find these records
-    assert run.model.exists()  # odd, which is not the point here
+    assert run.model.exists()  # kept, as this launch asks
     command("launch", path, "--executor", executor, "keep=scores")
     assert run.done and not run.model.exists() and file.exists()
 
@@ -134,6 +135,25 @@ def test_a_launch_here_looks_at_the_queue_while_it_keeps_others_from_queueing(
         "    print('71|0|PENDING|toy.train.aaaaaa|Priority')\n"
     )
     assert "is queued on Slurm" in launch(path, "--executor", "local", code=2)
+
+
+def test_runs_that_save_for_longer_than_a_launch_waits_are_left_out_and_told(
+    toy_file, profile, slurm, capsys
+):
+    path = toy_file(grid={"seed": [1, 2]}, cluster=profile())
+    first, second = plan_sweep(path, []).runs
+    prepare(path)
+    folder = first.path.parent / "jobs" / "aaaaaa"
+    folder.mkdir(parents=True)
+    (folder / "names").write_text(f"{first.name}\n")
+    (slurm / "squeue").write_text("#!/bin/sh\necho '71|0|COMPLETING|toy.train.aaaaaa|None'\n")
+    plan = plan_sweep(path, [])
+    submission = submit(plan, stop_patience=0.5)
+    assert "waiting for 1 run to stop, at most 0.5 s; Ctrl-C is safe" in capsys.readouterr().err
+    (problem,) = submission.problems(plan)
+    assert problem == f"still stopping, and left out: {first.name}; later type the same once more"
+    assert not any(event.details.get("tag") for event in first.events())
+    assert any(event.details.get("tag") for event in second.events())
 
 
 def test_a_launch_with_nothing_to_submit_still_writes_what_it_asks_for(toy_file, profile, slurm):

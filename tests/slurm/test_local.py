@@ -133,6 +133,21 @@ def test_a_last_step_in_the_future_is_no_time_ago(toy_file, hold):
     process.wait()
 
 
+def test_ctrl_c_while_a_launch_begins_leaves_no_traceback(toy_file, hold):
+    """Before there is a worker that could be asked to save."""
+    path = toy_file(grid={"seed": [1, 2]}, train=UNSAVED)
+    process = start(path)
+    first = runs_of(path)[0]
+    wait_for(first.path.parent.exists, pause=0.001)
+    process.send_signal(signal.SIGINT)
+    printed = "".join(process.communicate(timeout=60))
+    assert process.returncode == 130, printed
+    assert "Traceback" not in printed and "the same command continues" in printed
+    hold.unlink()
+    launch(path, "--executor", "local")
+    assert all(run.done for run in runs_of(path))
+
+
 def test_ctrl_c_saves_and_leaves_no_traceback(toy_file, hold):
     path = toy_file(grid={"seed": [1, 2]}, train=UNSAVED)
     process = start(path)
@@ -379,6 +394,18 @@ def test_a_program_runs_the_snapshot_of_its_launch(environments):
     assert code.parent == plan.folder / "code"
     assert (code / "sweeps" / "runs" / "run.py").exists() and (code / "COMMIT").exists()
     assert rows(plan.runs[0], "queued")[0]["code"] == code.name
+
+
+def test_what_a_tracker_writes_lies_in_the_runs_folder(toy_file, tmp_path, monkeypatch):
+    """wandb writes into the folder that WANDB_DIR names, or else into the project's."""
+    shell = tmp_path / "python"
+    shell.write_text(f'#!/bin/sh\necho "$WANDB_DIR ${{WANDB_MODE-unset}}" > "{tmp_path}/seen"\n')
+    shell.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(shell))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run = prepare(toy_file(grid={}))
+    worker.work(run, lambda: False)
+    assert (tmp_path / "seen").read_text() == f"{run.path} unset\n"  # which calls wandb's server
 
 
 @pytest.fixture

@@ -274,6 +274,12 @@ def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypa
     assert slurm_queue.live_jobs(tmp_path) == [LiveJob("9_0", "R", "None", "one", "abc123")]
 
 
+@pytest.mark.parametrize("offline", [False, True])
+def test_trackers_are_offline_where_the_profile_says_so_alone(tmp_path, offline):
+    lines = sbatch.setup(Cluster(offline=offline), tmp_path)
+    assert any("WANDB_MODE" in line for line in lines) is offline
+
+
 def run_setup(code: Path, before: str = "", after: str = "", **keys) -> subprocess.CompletedProcess:
     """Run the setup lines of a profile with these keys, between other lines."""
     lines = [before, *sbatch.setup(Cluster(**keys), code), after]

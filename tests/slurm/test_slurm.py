@@ -64,7 +64,7 @@ def test_a_warned_element_requeues_itself_alone_and_one_killed_whole_waits_for_a
     assert re.match(r"submitted job \d+: trains 2 runs\n", submit(path))
     first = under_way(path)
     second = under_way(path, 1)
-    mine = element(path).id
+    mine = element(path).label
     subprocess.run(["scancel", "--signal=USR2", mine], check=True)
     wait_for(lambda: rows(first, "ended"))
     assert "2 queued or running, nothing to add" in submit(path)
@@ -131,7 +131,7 @@ def test_at_the_time_limit_a_run_goes_on_whether_it_heard_the_warning_or_not(
     submit(path)
     runs = runs_of(path)
     warned, late, *short = runs
-    label = wait_for(lambda: element(path, 1).id)
+    label = wait_for(lambda: element(path, 1).label)
     wait_for(empty)
     assert all(run.done for run in runs), logs(tmp_path)
     assert [len(rows(run, "began")) for run in short] == [1, 1]

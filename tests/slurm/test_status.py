@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sweep_tools import prepare
@@ -121,13 +122,25 @@ CANCELLED = JobEnd("CANCELLED by 1000", "0:0")
 OUT_OF_MEMORY = JobEnd("OUT_OF_MEMORY", "0:125")
 
 
+def evidence_of(run: Run, last: Event | None, **known: Any) -> Evidence:
+    """What tells of a run of which nothing is known but its last event and `known`."""
+    nothing = {
+        "is_locked": False,
+        "is_launching": False,
+        "live_job": None,
+        "submitted": None,
+        "end": None,
+        "slurm_error": "",
+        "scored": "-",
+    }
+    return Evidence(run=run, last=last, **{**nothing, **known})
+
+
 @pytest.mark.parametrize("state", State)
 @pytest.mark.parametrize("last", [None, LAUNCHED, FAILED])
 def test_every_state_has_words_and_fits_its_column(toy_file, state, last):
     """mypy refuses a state without words where it is described; so does this."""
-    nothing = dict.fromkeys(("live_job", "submitted", "end"))
-    run = prepare(toy_file(grid={"seed": [7]}))
-    evidence = Evidence(run, last, False, False, **nothing, slurm_error="", scored="-")
+    evidence = evidence_of(prepare(toy_file(grid={"seed": [7]})), last)
     assert isinstance(status.describe(state, evidence), str)
     assert len(state.value) <= 8
 
@@ -157,25 +170,22 @@ def test_every_state_has_words_and_fits_its_column(toy_file, state, last):
     ],
 )
 def test_what_a_run_is_doing_follows_from_what_is_known(toy_file, last, known, state):
-    evidence = {
-        "is_locked": False,
-        "is_launching": False,
-        "live_job": None,
-        "submitted": None,
-        "end": None,
-        "slurm_error": "",
-        "scored": "-",
-        **known,
-    }
-    run = prepare(toy_file(grid={}))
-    assert status.classify(Evidence(run=run, last=last, **evidence)) is state
+    evidence = evidence_of(prepare(toy_file(grid={})), last, **known)
+    assert status.classify(evidence) is state
 
 
-def test_a_run_killed_here_is_dead_though_an_earlier_job_of_it_was_cancelled(toy_file, slurm_says):
-    """That job has nothing to do with the attempt that a launch without Slurm has made since."""
+@pytest.fixture
+def submitted(toy_file) -> tuple[Path, Run]:
+    """A sweep of one run of one process, which was submitted as element 14_0; and the run."""
     path = toy_file(grid={})
     run = prepare(path)
     submit(run, "aaaaaa", "train", "14")
+    return path, run
+
+
+def test_a_run_killed_here_is_dead_though_an_earlier_job_of_it_was_cancelled(submitted, slurm_says):
+    """That job has nothing to do with the attempt that a launch without Slurm has made since."""
+    path, run = submitted
     slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0")
     assert status_of(path).state is State.STOPPED
     run.note(EventKind.LAUNCHED, code="5eed5eed")
@@ -191,10 +201,8 @@ def test_a_run_killed_here_is_dead_though_an_earlier_job_of_it_was_cancelled(toy
 DOWN = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
 
 
-def test_a_run_whose_nodes_are_down_is_told_to_wait_and_which_they_are(toy_file, slurm_says):
-    path = toy_file(grid={})
-    run = prepare(path)
-    submit(run, "aaaaaa", "train", "14")
+def test_a_run_whose_nodes_are_down_is_told_to_wait_and_which_they_are(submitted, slurm_says):
+    path, _ = submitted
     nodes = "n1|down*|Not responding\nn1|down*|Not responding\nn2|drained|disk"
     slurm_says(squeue=f"14|0|PENDING|toy.train.aaaaaa|{DOWN}", sacct="", sinfo=nodes)
     shown = status.table(plan_sweep(path, []))
@@ -204,21 +212,45 @@ def test_a_run_whose_nodes_are_down_is_told_to_wait_and_which_they_are(toy_file,
     assert "will not start" not in shown
 
 
-def test_a_held_run_is_told_with_what_releases_it(toy_file, slurm_says):
-    path = toy_file(grid={})
-    run = prepare(path)
-    submit(run, "aaaaaa", "train", "14")
+def test_a_held_run_is_told_with_what_releases_it(submitted, slurm_says):
+    path, _ = submitted
     slurm_says(squeue="14|0|PENDING|toy.train.aaaaaa|launch failed requeued held", sacct="")
     shown = status.table(plan_sweep(path, []))
     assert "To let it go: scontrol release 14_0" in shown
     assert "correct the profile" not in shown
 
 
-def test_what_runs_on_a_node_that_was_given_up_is_told(toy_file, slurm_says):
+def test_tables_that_no_job_will_make_are_told_with_what_to_type(submitted, slurm_says):
+    """As after a scancel of the collect job alone."""
+    path, run = submitted
+    element = "14|0|PENDING|toy.train.aaaaaa|Priority"
+    slurm_says(squeue=element, sacct="")
+    collect = f"python -m sweeps collect {run.path.parent}"
+    advice = f"No collect job is queued; at the end: {collect}"
+    assert status.table(plan_sweep(path, [])).endswith(advice)
+    folder = run.path.parent / "jobs" / "cccccc"
+    folder.mkdir()
+    (folder / "names").touch()
+    slurm_says(squeue=f"{element}\n15|N/A|PENDING|toy.collect.cccccc|Dependency")
+    assert "No collect job" not in status.table(plan_sweep(path, []))
+    # One that will never start, because the array that it waits for failed, is told like a run.
+    never = "15|N/A|PENDING|toy.collect.cccccc|DependencyNeverSatisfied"
+    slurm_says(squeue=f"{element}\n{never}")
+    shown = status.table(plan_sweep(path, []))
+    assert "1 job will not start (DependencyNeverSatisfied)" in shown
+
+
+def test_a_long_reason_is_cut_in_the_table_and_whole_below(submitted, slurm_says):
+    path, _ = submitted
+    slurm_says(squeue=f"14|0|PENDING|toy.train.aaaaaa|{DOWN}", sacct="", sinfo="")
+    _, _, row, *below = status.table(plan_sweep(path, [])).splitlines()
+    assert row.endswith("14_0  Nodes required for job are DOWN, DRAINED or reserved for …")
+    assert sum(line.count(DOWN) for line in below) == 1
+
+
+def test_what_runs_on_a_node_that_was_given_up_is_told(submitted, slurm_says):
     """Its job is queued again, to start elsewhere, and its processes live on there."""
-    path = toy_file(grid={})
-    run = prepare(path)
-    submit(run, "aaaaaa", "train", "14")
+    path, run = submitted
     run.note(EventKind.BEGAN, stage="train", job="14_0", host="gpu07")
     slurm_says(squeue="14|0|PENDING|toy.train.aaaaaa|BeginTime", sacct="")
     hold_lock = f"import fcntl; file = open({str(run.lock_file)!r}, 'a')\n"

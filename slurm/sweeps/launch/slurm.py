@@ -213,12 +213,12 @@ def _title(job: Job, number: int) -> str:
     return title
 
 
-def submit(plan: SweepPlan) -> Submission:
+def submit(plan: SweepPlan, stop_patience: float = STOP_PATIENCE) -> Submission:
     """Queue what is neither done nor queued: all arrays, or none.
 
-    Runs that a cancel has stopped and that still save are waited for. A job that makes the tables
-    and is not taken costs no run. Raises InputError if sbatch refuses an array, or somebody else is
-    launching the sweep.
+    Runs that a cancel has stopped and that still save are waited for, at most `stop_patience`
+    seconds, and then left out. A job that makes the tables and is not taken costs no run. Raises
+    InputError if sbatch refuses an array, or somebody else is launching the sweep.
     """
     cluster = load_cluster(plan.sweep.cluster)
     jobs_folder = plan.folder / "jobs"
@@ -226,7 +226,7 @@ def submit(plan: SweepPlan) -> Submission:
     busy_message = f"{jobs_folder}: another launch is submitting"
     with locked(jobs_folder / ".lock", SUBMIT_PATIENCE, busy_message):
         refuse_a_launch_here(plan)
-        live = _settled_queue(plan)
+        live = _settled_queue(plan, stop_patience)
         _note_ids(jobs_folder, live)
         live_of_plan = _of_plan(plan, live)
         already_there = [job for job in live_of_plan if not job.stopping]
@@ -261,17 +261,18 @@ def _of_plan(plan: SweepPlan, live: list[LiveJob]) -> list[LiveJob]:
     return [job for job in live if job.run in names]
 
 
-def _settled_queue(plan: SweepPlan) -> list[LiveJob]:
+def _settled_queue(plan: SweepPlan, patience: float) -> list[LiveJob]:
     """The folder's live jobs, once those that are leaving this launch's runs have left.
 
-    After a scancel they save, and could not be queued again. The wait is bounded.
+    After a scancel they save, and could not be queued again. Those that take more than `patience`
+    seconds are still there.
     """
-    end = time.monotonic() + STOP_PATIENCE
+    end = time.monotonic() + patience
     live = live_jobs(plan.folder)
     stopping = [job for job in _of_plan(plan, live) if job.stopping]
     if stopping:
         runs = counted(len(stopping), "run")
-        message = f"waiting for {runs} to stop, at most {STOP_PATIENCE} s; Ctrl-C is safe"
+        message = f"waiting for {runs} to stop, at most {patience} s; Ctrl-C is safe"
         print(message, file=sys.stderr, flush=True)
     while stopping and time.monotonic() < end:
         time.sleep(STOP_PAUSE)
@@ -352,7 +353,7 @@ def _submit_jobs(
 
 def _array_id(job: LiveJob) -> str:
     """The id of the array that an element belongs to: 12 of 12_3."""
-    return job.id.partition("_")[0]
+    return job.label.partition("_")[0]
 
 
 def _new_job_folder(jobs_folder: Path) -> Path:
@@ -377,10 +378,10 @@ def _write_job(
         job_folder / "script.sh", script(sweep, cluster, job, job_folder, code_folder, dependency)
     )
     if job.kind is not JobKind.COLLECT:
-        write_pickle(Element(_stages(job, sweep)), job_folder)
+        write_pickle(Element(stages_of(job, sweep)), job_folder)
 
 
-def _stages(job: Job, sweep: Sweep) -> tuple[str, ...]:
+def stages_of(job: Job, sweep: Sweep) -> tuple[str, ...]:
     """The stages through which an element of an array brings its run.
 
     Where a run has one process, the element that trains it goes on to score.

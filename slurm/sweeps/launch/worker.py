@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sweeps.launch.program_end import ProgramEnd
 from sweeps.runs.events import Event, EventKind
-from sweeps.runs.files import is_locked, last_error, tail
-from sweeps.runs.processes import end_with_parent
+from sweeps.runs.files import is_disk_full, is_locked, last_error, tail
+from sweeps.runs.processes import follow_parent
 from sweeps.runs.run import Run
 from sweeps.runs.stages import SCORE, STAGES, TRAIN, Outcome, next_stage
 
@@ -31,7 +31,6 @@ POLL = 0.2  # seconds between looks at a program that runs
 # `open_instruct_backend.train`, reports the kill. Of its own program it sees the negative signal.
 KILL_CODES_OF_WRAPPERS = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 BAD_INPUT = 2  # the exit code of a program of ours that refuses to begin
-FULL_DISK = 1 << 20  # bytes that are left on a disk which is called full
 LOG_LINES = 400  # of a program's output on one node, among which its error is looked for
 LOG_BYTES = 1 << 16
 NODE_PATIENCE = 30  # seconds between the end of a run's program on one node and that on all others
@@ -181,7 +180,7 @@ def _execute(
             stdout=out,
             stderr=subprocess.STDOUT,
             env=variables,
-            preexec_fn=end_with_parent,
+            preexec_fn=follow_parent,
             start_new_session=True,
         )
     was_asked = False
@@ -223,7 +222,7 @@ def _python(run: Run, stage: str) -> str:
 
 def _reason(run: Run, exit_code: int, lines: list[str]) -> str:
     """Why a program that was not killed has left its stage undone."""
-    if shutil.disk_usage(run.path).free < FULL_DISK:
+    if is_disk_full(run.path):
         return f"the disk of {run.path} is full; make room and launch again"
     if exit_code == 0:
         return f"its program ended well and left nothing: {last_error(lines)}"

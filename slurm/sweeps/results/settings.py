@@ -22,13 +22,15 @@ SHOWN = (
 def settings(run: Run) -> dict[str, Any]:
     """All that decides a run, on one level: the config's keys, and the hashes of its files.
 
-    A hash stands under the file's path as the config names it. So the tables tell runs apart whose
-    file was edited in between, and have a column for that path then. What is no text and no number,
-    null among it, is written as text: columns are compared and sorted.
+    A hash stands under the file's path as the config names it, or under `file PATH` where a setting
+    is called so. So the tables tell runs apart whose file was edited in between, and have a column
+    for that path then. What is no text and no number, null among it, is written as text: columns
+    are compared and sorted.
     """
     config = run.config()
     values = {"backend": config.backend, **config.world.model_dump(), **config.train_values()}
-    values.update(_hashes_by_path(run))
+    for path, file_hash in _hashes_by_path(run).items():
+        values[f"file {path}" if path in values else path] = file_hash
     for key, value in values.items():
         if not isinstance(value, (str, int, float)):
             values[key] = str(value)

@@ -59,14 +59,10 @@ class SlurmView:
 
     # Of each run, the last element, of any launch, that was to do its next stage.
     submitted: dict[str, SubmittedElement]
-    live_jobs: dict[str | None, LiveJob]  # under None a collect job
+    live_jobs: dict[str, LiveJob]
+    collect_job: LiveJob | None  # that makes the tables, whatever runs it waits for
     ends: dict[str, JobEnd]  # how elements ended, by their labels
     error: str  # what squeue said if it did not answer
-
-    @property
-    def has_collect_job(self) -> bool:
-        """Whether a job that makes the tables is queued or running."""
-        return None in self.live_jobs
 
 
 def ask_slurm(plan: SweepPlan) -> SlurmView:
@@ -83,8 +79,14 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
             jobs = slurm_queue.live_jobs(plan.folder)
         except InputError as refusal:
             error = str(refusal)
-    # Of several jobs for a run, one that is running counts.
-    live_jobs = {job.run: job for job in sorted(jobs, key=lambda job: job.state == "RUNNING")}
+    live_jobs = {}
+    collect_job = None
+    # Of several jobs for the same, one that is running counts: it comes last.
+    for job in sorted(jobs, key=lambda job: job.state == "RUNNING"):
+        if job.run is None:
+            collect_job = job
+        else:
+            live_jobs[job.run] = job
     ends: dict[str, JobEnd] = {}
     if not error:
         labels = {
@@ -93,7 +95,7 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
             if name not in live_jobs and element.label is not None
         }
         ends = slurm_queue.job_ends(sorted(labels))
-    return SlurmView(submitted, live_jobs, ends, error)
+    return SlurmView(submitted, live_jobs, collect_job, ends, error)
 
 
 def _next_stages(plan: SweepPlan) -> dict[str, str]:
@@ -147,14 +149,16 @@ class Evidence:
         return last_metrics(self.run)
 
     @property
-    def was_launched_last(self) -> bool:
-        """Whether a launch has asked for the run, and no attempt has begun since."""
-        return self.last is not None and self.last.kind is EventKind.LAUNCHED
+    def last_launch(self) -> Event | None:
+        """The launch that has asked for the run; None if something has happened to it since."""
+        if self.last is not None and self.last.kind is EventKind.LAUNCHED:
+            return self.last
+        return None
 
     @property
     def was_never_queued(self) -> bool:
-        """Whether a launch on Slurm ended before sbatch had taken the run."""
-        if self.last is None or self.last.kind is not EventKind.LAUNCHED or self.last.tag is None:
+        """Whether that launch, on Slurm, ended before sbatch had taken the run."""
+        if self.last_launch is None or self.last_launch.tag is None:
             return False
         return self.submitted is not None and not self.submitted.was_taken
 
@@ -318,8 +322,8 @@ def _describe_running(evidence: Evidence) -> list[str]:
         parts.append("stopping")
     if job is not None and job.state == "PENDING" and evidence.last is not None:
         host = evidence.last.details.get("host")
-        if evidence.last.details.get("job") == job.id:
-            parts.append(f"still on {host}, which Slurm has given up; {job.id} is queued again")
+        if evidence.last.details.get("job") == job.label:
+            parts.append(f"still on {host}, which Slurm has given up; {job.label} is queued again")
     return parts
 
 
@@ -327,14 +331,14 @@ def _describe_queued(evidence: Evidence) -> list[str]:
     job = evidence.live_job
     if job is None:  # it waits for a worker of a launch without Slurm
         return [evidence.reached]
-    return [job.id, _why_pending(job, evidence), last_metrics(evidence.run)]
+    return [job.label, _why_pending(job, evidence), last_metrics(evidence.run)]
 
 
 def _describe_dead(evidence: Evidence) -> list[str]:
     if evidence.last is not None and evidence.last.error is not None:
         return [_shortened(evidence.last.error)]
     when = evidence.reached or "at the start"
-    if evidence.was_launched_last:
+    if evidence.last_launch is not None:
         when = "before it began"
     return [f"{evidence.describe_end()}, {when}"]
 
@@ -493,14 +497,17 @@ def _describe_reason(group: list[Status]) -> list[str]:
 def _describe_stuck(plan: SweepPlan, slurm: SlurmView) -> list[str]:
     """Which runs are queued and cannot start, why, and what to type."""
     jobs_of_reason: dict[str, list[LiveJob]] = {}
-    for job in slurm.live_jobs.values():
+    jobs = list(slurm.live_jobs.values())
+    if slurm.collect_job is not None:
+        jobs.append(slurm.collect_job)
+    for job in jobs:
         if job.state == "PENDING":
             jobs_of_reason.setdefault(job.reason, []).append(job)
     lines = []
-    for reason, jobs in jobs_of_reason.items():
+    for reason, pending in jobs_of_reason.items():
         stuck = slurm_queue.explain_stuck(reason)
         if stuck is not None:
-            lines += ["", *_describe_stuck_jobs(plan, stuck, reason, jobs)]
+            lines += ["", *_describe_stuck_jobs(plan, stuck, reason, pending)]
     return lines
 
 
@@ -513,10 +520,10 @@ def _describe_stuck_jobs(
     launch = cli_command("launch", plan.folder)
     other_profile = f"{cancel}; correct the profile; then {launch}"
     if stuck.remedy is Remedy.RELEASE:
-        ids = " ".join(job.id for job in jobs)
+        labels = " ".join(job.label for job in jobs)
         return [
             f"{count} will not start ({reason}): {stuck.meaning}",
-            f"    To let it go: scontrol release {ids}",
+            f"    To let it go: scontrol release {labels}",
         ]
     if stuck.remedy is Remedy.PATIENCE:
         lines = [f"{count} cannot start now ({reason}): {stuck.meaning}"]
@@ -540,7 +547,7 @@ def _advice(plan: SweepPlan, statuses: list[Status], slurm: SlurmView) -> str:
         return f"Fix the cause shown above, then type: {launch}"
     if State.STOPPED in states:
         return f"To go on: {launch}"
-    if slurm.live_jobs and not slurm.has_collect_job:
+    if slurm.live_jobs and slurm.collect_job is None:
         collect = cli_command("collect", plan.folder)
         return f"No collect job is queued; at the end: {collect}"
     return ""

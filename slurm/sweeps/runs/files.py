@@ -18,6 +18,7 @@ SILENT_SECONDS = 3  # of a wait for a lock, before it is told
 # before them what a rank says that has lost its connection to one that has.
 OF_LAUNCHERS = re.compile("ChildFailedError|^srun: |^slurmstepd")
 OF_OTHER_RANKS = re.compile("Connection (closed|reset) by|Broken pipe|remote process exited")
+FULL_DISK = 1 << 20  # bytes that are left on a disk which is called full
 RETRY_SECONDS = 0.3  # between two attempts to take a lock that another process holds
 
 # The locks that this process holds. The kernel does not tell a process of its own locks, and drops
@@ -135,6 +136,11 @@ def last_error(lines: list[str]) -> str:
             own_errors.append(match[0])
     best = own_errors or errors_of_other_ranks or errors_of_launchers or lines or ["no output"]
     return best[-1].strip()[:500]
+
+
+def is_disk_full(folder: Path) -> bool:
+    """Whether the disk on which this folder lies has no room for another file."""
+    return shutil.disk_usage(folder).free < FULL_DISK
 
 
 def replace_folder(source: Path, destination: Path) -> None:

@@ -111,12 +111,15 @@ def visible_gpus() -> list[str]:
     return [name for name in names if name not in ("", "-1")]
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process once the thread that started it is gone.
+def follow_parent() -> None:
+    """Let this process end when its parent does, and leave to that what Slurm warns of.
 
-    Whoever starts a program from a thread must therefore keep the thread until the program ends.
-    USR2, which Slurm sends to every process of a job, is ignored from here on and left to the
-    parent, unless the process handles it itself, as trainers do.
+    The kernel kills it once the thread that started it is gone. Whoever starts a program from a
+    thread must therefore keep the thread until the program ends.
+
+    USR2, by which Slurm warns of an end, is ignored from here on, unless the process handles it
+    itself, as trainers do. Of a job on one node every process gets it; of one on several nodes only
+    the process that runs the script does.
     """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -153,7 +153,10 @@ def compatible_values(options: BaseModel, mode: Literal["json", "python"] = "pyt
 
 
 class World(Strict):
-    """The processes of one run: their number changes the global batch, so it is part of the run."""
+    """The processes of one run: their number changes the global batch, so it is part of the run.
+
+    `sweeps.training.options` says what a new way to shard a run over them needs.
+    """
 
     nodes: Positive = option(
         1,

@@ -95,7 +95,7 @@ def describe_job(label: str) -> dict[str, str]:
 class LiveJob:
     """An element of an array, or a collect job, that is queued, running or just leaving."""
 
-    id: str  # its label, as squeue prints it: 12_3
+    label: str  # as squeue prints it: 12_3, or 12 of a collect job
     state: str
     reason: str
     run: str | None  # the name of the run that it works on; None: it collects

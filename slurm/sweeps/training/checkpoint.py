@@ -34,11 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from calibeval.io import InputError, read_text, sha256, write_text
-from sweeps.runs.files import replace_folder
+from sweeps.runs.files import is_disk_full, replace_folder
 
 STATE = "state.json"
 PART = ".part"  # the folder in checkpoints/ in which the next checkpoint is being written
-FULL_DISK = 1 << 20  # bytes that are left on a disk which is called full
 
 
 @contextlib.contextmanager
@@ -50,9 +49,9 @@ def deleted_on_failure(part: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        free = shutil.disk_usage(part.parent).free
+        was_full = is_disk_full(part.parent)  # before there is room again
         shutil.rmtree(part, ignore_errors=True)
-        if free < FULL_DISK:
+        if was_full:
             raise InputError(
                 f"{part}: the disk is full ({error}); make room and launch again, which goes on "
                 "from the newest checkpoint"

@@ -16,6 +16,12 @@ The loss of an update, which its gradient belongs to, is
 because micro-batches add their gradients and ranks average theirs. `fit.install_loss` makes the
 model's loss that sum, `SweepTrainer.training_step` divides it, and `_blocks_with_divisors` says by
 what. So neither packing nor the number of micro-batches on a rank changes an update.
+
+Another way of packing is another answer to two questions: which conversations a micro-batch has
+(`split_into_micro_batches`), and which tensors they become (`collate`). All ranks must get equally
+many micro-batches, one without conversations must have tensors too, and the divisor stays the
+block's. `model_loading.try_packing` decides whether it is used, `attention` keeps conversations
+apart.
 """
 
 import math

@@ -180,7 +180,7 @@ def train(run: Run) -> None:
             command,
             env=finetune_environment(run, checkout),
             check=False,
-            preexec_fn=follow_parent,
+            preexec_fn=leave_signals_to_parent,
         )
     keep_last_rows(run)
     if finished.returncode < 0:  # by a signal, which a shell reports as 128 + its number
@@ -222,9 +222,9 @@ def stop_file_on_signals(stop_file: Path) -> Iterator[None]:
             stop_file.unlink(missing_ok=True)
 
 
-def follow_parent() -> None:
+def leave_signals_to_parent() -> None:
     """Let a new process end with this one, and leave to this one what signals ask for."""
-    processes.end_with_parent()
+    processes.follow_parent()
     torchrun.block_stop_signals()
 
 

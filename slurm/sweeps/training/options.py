@@ -22,6 +22,21 @@ To add an option:
 3. An option that holds a path belongs into `sweeps.runs.grid.PATH_KEYS`; one that needs a package,
    into the `packages` of its backend.
 4. The columns of tables and `sweeps keys` follow by themselves; slurm/TRAINER.md does not.
+
+To add another way to shard a run, beside DeepSpeed and FSDP:
+
+1. A key of `sweeps.runs.schema.World`, with `added_later=True`: it is part of a run's name. If it
+   names a JSON file, `World.read` reads that, and `launch.preflight` names it where it cannot be
+   read (`_files_of_world`). `World.single_process` must not hold for such runs.
+2. Its package, and which keys exclude each other, in `hf_backend`; its version among
+   `sweeps.runs.run.NOTED_PACKAGES`; a refusal in `open_instruct_backend.sharding_problems`.
+3. What the Trainer is told in `hf_arguments` (`Sharding`, `make_arguments`); who reads the weights
+   in `model_loading`; when gradients are averaged, and how a checkpoint is written, in
+   `hf_trainer`; how whole weights are gathered in `saving`.
+4. Its name in tests/slurm/test_train_ranks.py and test_nodes.py, which compare with one process.
+
+All of it rests on every rank having conversations of its own (`global_batches`): where several
+ranks compute the same ones, as in tensor parallelism, a backend of its own is the way.
 """
 
 from typing import Annotated, Literal
@@ -56,7 +71,11 @@ class LoraOptions(Strict):
 
 
 class CommonOptions(Strict):
-    """The keys that both backends have, with the names and meanings of open-instruct's flags."""
+    """The keys that both backends have, with the names and meanings of finetune.py's flags.
+
+    Those of `label_smoothing`, of `attention_dropout` and of `reduce_loss: token_mean` are added to
+    open-instruct's finetune.py by this project's patches.
+    """
 
     model_name_or_path: str = option(
         ..., "Model to fine-tune: a Hugging Face folder, or owner/name on the hub."

@@ -30,7 +30,7 @@ from calibeval.engines import load_tokenizer
 from calibeval.io import InputError, read_text, sha256, write_text
 from sweeps.runs.conversations import conversations
 from sweeps.runs.files import locked
-from sweeps.runs.processes import end_with_parent
+from sweeps.runs.processes import follow_parent
 from sweeps.training.options import TrainOptions
 
 IGNORE = -100  # the label of a token that is not learned
@@ -155,7 +155,7 @@ def encode_parts(
             encode_part(part, tokenizer, max_length)
         return
     # Processes of a run that is killed must end with it.
-    os.register_at_fork(after_in_child=end_with_parent)
+    os.register_at_fork(after_in_child=follow_parent)
     # An executor notes when one of its processes dies. The pool of `Dataset.map` waits for good
     # where the process held the lock of the pool's queue.
     executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from calibeval.io import InputError
-from sweeps.runs.processes import end_with_parent, node_number, run_checked
+from sweeps.runs.processes import follow_parent, node_number, run_checked
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
 
@@ -117,7 +117,7 @@ def run_rank(module: str, arguments: list[str]) -> None:
     torchrun gives each rank a session of its own. A rank that outlived it would go on training in
     the folder that the next attempt resumes from.
     """
-    end_with_parent()
+    follow_parent()
     parent_command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     if AGENT.encode() not in parent_command:
         sys.exit("torchrun was gone before this rank began")
