@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from sweep_tools import PROJECT, command
@@ -133,12 +134,33 @@ def test_a_folder_that_no_launch_has_made_is_no_sweep(tmp_path):
         ('partition: "gpu\\nother"', "partition: found 'gpu\\nother': must be one line"),
         ('modules: ["a\\nb"]', "modules.0: found 'a\\nb': must be one line"),
         ("extra: [-C gpu]", "String should match pattern"),
+        ("environment: {HF_TOKEN: hf_x}", "environment: unknown key"),
     ],
 )
 def test_what_a_profile_has_wrong_is_named(tmp_path, text, message):
     file = tmp_path / "odd.yaml"
     words = profile_refusal(file, text)
     assert words.startswith(f"{file}:") and message in words
+
+
+@pytest.mark.parametrize(
+    "line", ["export HF_TOKEN=hf_5ecret", "WANDB_API_KEY='5ecret'", "A=b MY_PASSWORD=5ecret true"]
+)
+def test_a_token_in_a_set_up_line_is_refused_and_not_repeated(tmp_path, line):
+    """Each job's script holds these lines, and others can read it."""
+    file = tmp_path / "mine.yaml"
+    words = profile_refusal(file, yaml.safe_dump({"setup": ["module list", line]}))
+    assert words.startswith(f"{file}:") and "secrets_file" in words
+    assert "setup.1: " in words and "5ecret" not in words
+
+
+@pytest.mark.parametrize(
+    "line", ["export HF_TOKEN=$(cat ~/.token)", 'export HF_TOKEN="$MINE"', "TOKENIZERS_THREADS=4"]
+)
+def test_a_set_up_line_that_reads_a_token_is_taken(tmp_path, line):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"setup": [line]}))
+    assert load_cluster(str(file)).setup == (line,)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweep_tools import prepare
+from sweep_tools import command, prepare
 
 from sweeps.results import status
 from sweeps.results.status import Evidence, State, Status
@@ -238,6 +238,17 @@ def test_tables_that_no_job_will_make_are_told_with_what_to_type(submitted, slur
     slurm_says(squeue=f"{element}\n{never}")
     shown = status.table(plan_sweep(path, []))
     assert "1 job will not start (DependencyNeverSatisfied)" in shown
+
+
+def test_a_job_whose_list_of_runs_was_cut_is_named_with_what_ends_it(submitted, slurm_says):
+    path, run = submitted
+    elements = [f"14|{index}|PENDING|toy.train.aaaaaa|Priority" for index in (0, 1)]
+    slurm_says(squeue="\n".join(elements), sacct="")
+    names = run.path.parent / "jobs" / "aaaaaa" / "names"
+    reason = f"{names}: has no line 2, which says on which run 14_1 works: scancel 14_1"
+    assert reason in status.table(plan_sweep(path, []))
+    done = command("cancel", path)
+    assert done.returncode == 2 and reason in done.stderr
 
 
 def test_a_long_reason_is_cut_in_the_table_and_whole_below(submitted, slurm_says):

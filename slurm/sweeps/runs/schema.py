@@ -117,6 +117,10 @@ def _check_extra(text: str) -> str:
     return text
 
 
+# A variable of a shell line that is called like a token and set to a literal value: not to what a
+# variable or a command holds.
+TOKEN_IN_LINE = re.compile(r"\b(\w*(?:TOKEN|API_KEY|SECRET|PASSWORD))=[\"']?[^\s$`\"']")
+
 ExtraOption = Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$"), AfterValidator(_check_extra)]
 
 
@@ -468,6 +472,18 @@ class Cluster(Strict):
             name, _, value = text.removeprefix("--").partition("=")
             options[name] = value or True
         return options
+
+    @model_validator(mode="after")
+    def _set_up_lines_hold_no_tokens(self) -> "Cluster":
+        for number, line in enumerate(self.setup):
+            match = TOKEN_IN_LINE.search(line)
+            if match:
+                raise key_error(
+                    f"setup.{number}",
+                    f"{match[1]} would stand in each job's script, which others can read: put it "
+                    "into a file that secrets_file names",
+                )
+        return self
 
     @model_validator(mode="after")
     def _jobs_begin_before_they_are_warned(self) -> "Cluster":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from calibeval.io import InputError
 from sweeps.runs.processes import run_checked, run_or_empty
 from sweeps.runs.stages import SCORE
 
@@ -128,7 +129,7 @@ class SubmittedElement:
 def live_jobs(folder: Path) -> list[LiveJob]:
     """The jobs of a sweep's folder that are queued or running.
 
-    Raises InputError if squeue does not answer.
+    Raises InputError if squeue does not answer, or a list of an array's runs was cut.
     """
     names_files = list(folder.glob("jobs/*/names"))
     if not names_files:
@@ -151,8 +152,14 @@ def live_jobs(folder: Path) -> list[LiveJob]:
         if tag not in names_of_tag:
             continue
         if index.isdigit():
-            run = names_of_tag[tag][int(index)]
-            jobs.append(LiveJob(f"{array_id}_{index}", state, reason, run, tag))
+            label = f"{array_id}_{index}"
+            names = names_of_tag[tag]
+            if int(index) >= len(names):
+                raise InputError(
+                    f"{folder / 'jobs' / tag / 'names'}: has no line {int(index) + 1}, which says "
+                    f"on which run {label} works: scancel {label}"
+                )
+            jobs.append(LiveJob(label, state, reason, names[int(index)], tag))
         else:
             jobs.append(LiveJob(array_id, state, reason, None, tag))
     return jobs
