@@ -36,7 +36,7 @@ def _take_seedable_sampler() -> None:
 def _leave_out_empty_groups() -> None:
     """Let AdamW leave out groups without parameters, such as that of the biases if there are none.
 
-    DeepSpeed drops them, and torch's schedulers then miss them.
+    DeepSpeed drops such groups, and torch's schedulers then miss them.
     """
     import torch
 

@@ -49,7 +49,7 @@ def deleted_on_failure(part: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        was_full = is_disk_full(part.parent)  # before there is room again
+        was_full = is_disk_full(part.parent)  # asked first: deleting makes room
         shutil.rmtree(part, ignore_errors=True)
         if was_full:
             raise InputError(
