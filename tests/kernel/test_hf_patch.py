@@ -428,9 +428,8 @@ def test_the_smoothing_target_is_kept_where_it_was_used_last():
     from smoothce.hf_patch.settings import LossSettings
 
     target = torch.rand(VOCABULARY).softmax(0)
-    head_forward = HeadForward(
-        torch.nn.Linear(2, VOCABULARY), LossSettings(smoothing_target=target)
-    )
+    head = torch.nn.Linear(2, VOCABULARY)
+    head_forward = HeadForward(head, LossSettings(smoothing_target=target), logit_map=None)
     assert head_forward._smoothing_target_on(torch.device("cpu")) is target
     elsewhere = torch.device("meta")
     moved = head_forward._smoothing_target_on(elsewhere)

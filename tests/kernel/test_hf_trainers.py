@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import inspect
 import sys
 import types
 
 import pytest
 import torch
 
-from smoothce import patch_model, patch_trainer
+from smoothce import patch_model, patch_trainer, unpatch_model
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -404,6 +405,9 @@ def test_the_callback_refuses_a_step_that_took_another_loss(tmp_path):
 
 
 def test_the_callback_needs_its_beta():
+    shown = inspect.signature(SmoothingCallback).parameters
+    assert shown["label_smoothing"].default is inspect.Parameter.empty
+    assert shown["z_loss"].default == 0
     with pytest.raises(TypeError, match="label_smoothing"):
         SmoothingCallback(z_loss=0.1)
     with pytest.raises(TypeError, match="label_smoothing"):
@@ -601,6 +605,20 @@ def test_a_forward_of_any_version_of_trl_is_named():
         model(batch()["input_ids"])
 
 
+def test_trls_output_has_the_loss_that_trl_reads_under_sequence_parallelism():
+    """Its documentation says what `loss` is. Trainer reads it where ranks share a sequence."""
+    trl_of_fused_heads()
+    from trl.trainer.utils import add_fused_lm_head
+
+    theirs = tiny("OlmoeForCausalLM")
+    add_fused_lm_head(theirs)
+    ours = patch_model(tiny("OlmoeForCausalLM"), label_smoothing=0.0)
+    for divisor in ({}, {"num_items_in_batch": 3}, {"output_router_logits": True}):
+        want = theirs(**batch(), **divisor, fused_lm_head=True).loss
+        found = ours(**batch(), **divisor, fused_lm_head=True).loss
+        torch.testing.assert_close(found, want)
+
+
 def mean_loss(hidden, weight, labels, **model_options):
     return torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
 
@@ -618,6 +636,37 @@ def test_what_another_loss_would_lose_is_named(settings, lost, tmp_path):
     trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.mean()
     with pytest.warns(UserWarning), pytest.raises(ValueError, match=rf"so that {lost} had no"):
         trainer.train()
+    factor = transformers.TrainingArguments(str(tmp_path), label_smoothing_factor=BETA, **UPDATE)
+    callback = SmoothingCallback(label_smoothing=0, **settings)
+    with pytest.raises(ValueError, match=rf"beside SmoothingCallback's {lost}: leave"):
+        transformers.Trainer(tiny(), factor, callbacks=[callback])
+
+
+class Unpatching(transformers.TrainerCallback):
+    """Takes the patch off within the second step, or before it."""
+
+    def __init__(self, event):
+        setattr(self, event, self.unpatch)
+
+    def unpatch(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1 and is_patched(model):
+            unpatch_model(model)
+
+
+def is_patched(model):
+    return hasattr(model, "_smoothce_model_forward")
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+def test_a_model_that_is_unpatched_while_it_trains_trains_on(event, tmp_path):
+    """Whoever calls `unpatch_model` knows that the loss is upstream's from then on."""
+    model = tiny()
+    made = trainer(tmp_path, model, 0.0)
+    made.train_dataset = uneven_rows()
+    made.add_callback(Unpatching(event))
+    patch_trainer(made, label_smoothing=0.2)
+    made.train()
+    assert made.state.global_step == 3 and not is_patched(model)
 
 
 def test_warnings_of_a_trainer_name_the_users_line(tmp_path):

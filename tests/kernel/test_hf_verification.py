@@ -24,6 +24,7 @@ from tiny_models import (  # noqa: E402
 )
 
 from smoothce.hf_patch import families  # noqa: E402
+from smoothce.hf_patch.logit_map import LogitMap  # noqa: E402
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 
@@ -69,9 +70,8 @@ def test_a_family_is_accepted_with_its_scale_and_cap(name, logit_scale, softcap)
     verdict = families.verdict(name)
     assert verdict.accepted and not verdict.wrong, verdict
     model = patch_model(families.tiny_model(name))
-    options = getattr(model, "lm_head", model)._smoothce_head_forward.settings.options
-    assert options.logit_scale == logit_scale
-    assert options.softcap == softcap
+    logit_map = getattr(model, "lm_head", model)._smoothce_head_forward.logit_map
+    assert logit_map == LogitMap(logit_scale, softcap)
 
 
 @pytest.mark.parametrize(
@@ -392,10 +392,7 @@ def test_the_first_batch_finds_the_scale_of_a_model_that_could_not_be_verified_b
     source = tiny_of(transformers.CohereForCausalLM)
     filled(model, source)
     torch.testing.assert_close(model(**batch()).loss, expected(source, batch(), 0.1))
-    assert (
-        model.lm_head._smoothce_head_forward.settings.options.logit_scale
-        == source.config.logit_scale
-    )
+    assert model.lm_head._smoothce_head_forward.logit_map.logit_scale == source.config.logit_scale
 
 
 def test_a_model_that_cannot_run_is_refused_with_its_first_batch():
@@ -415,11 +412,35 @@ def test_a_refused_call_leaves_the_earlier_patch():
     assert torch.equal(model(**batch()).loss, loss)
 
 
+@pytest.mark.parametrize(
+    ("keyword", "value", "said"),
+    [
+        ("eval_logits", "no", "eval_logits must be True or False, not 'no'"),
+        ("loss", 3, r"loss must be a function .* not 3"),
+        ("softcap", "from_model", "softcap must be None or a positive number"),
+    ],
+)
+def test_a_setting_of_a_wrong_type_is_refused(keyword, value, said):
+    with pytest.raises(ValueError, match=said):
+        patch_model(tiny(), label_smoothing=0.1, **{keyword: value})
+
+
+def test_what_is_said_of_the_cap_is_none_a_number_or_nothing():
+    """Left out, the cap is read; None says that the model has none, which is verified likewise."""
+    default = inspect.signature(patch_model).parameters["softcap"].default
+    assert repr(default) == "FROM_MODEL"
+    for settings in ({}, {"softcap": 1.5}, {"softcap": default}):
+        model = patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=0.1, **settings)
+        assert model.lm_head._smoothce_head_forward.logit_map == LogitMap(None, 1.5)
+    with pytest.raises(ValueError, match="logit_scale=None and softcap=None do not turn"):
+        patch_model(tiny("Gemma2ForCausalLM"), softcap=None)
+
+
 def test_the_keywords_are_in_the_signature():
     """An option of the loss is a keyword of `patch_model`, and one that editors complete."""
     from smoothce.hf_patch.settings import OPTION_NAMES, PatchSettings
 
-    assert set(OPTION_NAMES) <= set(PatchSettings.__annotations__)
+    assert {*OPTION_NAMES, "logit_scale", "softcap"} <= set(PatchSettings.__annotations__)
     assert set(inspect.signature(patch_model).parameters) == {
         "model",
         *PatchSettings.__annotations__,
@@ -711,7 +732,48 @@ def test_what_acts_in_training_alone_is_seen(architecture, mode):
     assert [module.training for module in model.modules()] == modes
 
 
-class BiasBehindHead(Plain):
+class NoLossInTraining(Plain):
+    def loss_of(self, logits, labels):
+        return None if self.training else super().loss_of(logits, labels)
+
+
+def test_a_model_that_returns_no_loss_in_training_is_refused():
+    with pytest.raises(ValueError, match="in training mode its forward does not return a loss"):
+        patch_model(tiny_of(NoLossInTraining), label_smoothing=0.1)
+
+
+class GradientInTraining(Plain):
+    """A parameter that has a gradient in training alone, and never a part in the loss's value."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.outside = torch.nn.Parameter(torch.ones(()))
+
+    def loss_of(self, logits, labels):
+        loss = super().loss_of(logits, labels)
+        if self.training:
+            loss = loss + self.outside - self.outside.detach()
+        return loss
+
+
+def test_a_parameter_that_is_used_in_training_alone_is_refused():
+    with pytest.raises(ValueError, match="outside, which would get no gradient, changes"):
+        patch_model(tiny_of(GradientInTraining), label_smoothing=0.1)
+
+
+class AttentionThatFails(Plain):
+    def forward(self, *args, **kwargs):
+        raise RuntimeError(f"no {self.config._attn_implementation} here")
+
+
+def test_both_reasons_are_said_of_a_model_that_runs_with_no_attention():
+    model = tiny_of(AttentionThatFails)
+    model.config._attn_implementation = "sdpa"
+    with pytest.warns(UserWarning, match=r"no sdpa here; with plain attention, .*no eager here"):
+        patch_model(model, label_smoothing=0.1)
+
+
+class BiasOutside(Plain):
     def __init__(self, config):
         super().__init__(config)
         self.logit_bias = torch.nn.Parameter(torch.zeros(config.vocab_size))
@@ -720,8 +782,8 @@ class BiasBehindHead(Plain):
         return logits + self.logit_bias
 
 
-def test_a_parameter_behind_the_head_that_is_trained_later_is_refused():
-    model = tiny_of(BiasBehindHead)
+def test_a_parameter_outside_that_is_trained_later_is_refused():
+    model = tiny_of(BiasOutside)
     torch.nn.init.zeros_(model.logit_bias)
     model.logit_bias.requires_grad_(False)
     patch_model(model, label_smoothing=0.1)
@@ -797,7 +859,7 @@ class SlightlyScaled(Scaled):
 def test_a_scale_that_the_rounding_of_logits_would_hide_is_found():
     model = tiny_of(SlightlyScaled, logit_scale=1.02).to(torch.bfloat16)
     patch_model(model)
-    assert model.lm_head._smoothce_head_forward.settings.options.logit_scale == 1.02
+    assert model.lm_head._smoothce_head_forward.logit_map.logit_scale == 1.02
 
 
 def test_attention_inside_configurations_is_restored():
@@ -839,21 +901,21 @@ def test_an_auxiliary_loss_that_is_turned_on_later_is_refused_until_it_is_verifi
     assert model(**batch()).aux_loss is not None
 
 
-class BufferBehindHead(Plain):
+class BufferOutside(Plain):
     def __init__(self, config):
         super().__init__(config)
-        self.register_buffer("behind", torch.zeros(config.vocab_size))
+        self.register_buffer("outside", torch.zeros(config.vocab_size))
 
     def logits_of(self, logits):
-        return logits + self.behind
+        return logits + self.outside
 
 
-@pytest.mark.parametrize("architecture", [BiasBehindHead, BufferBehindHead])
-def test_a_value_that_is_loaded_behind_the_head_later_is_seen(architecture):
+@pytest.mark.parametrize("architecture", [BiasOutside, BufferOutside])
+def test_a_value_that_is_loaded_outside_later_is_seen(architecture):
     model = tiny_of(architecture)
-    name = "behind" if architecture is BufferBehindHead else "logit_bias"
-    behind = getattr(model, name)
-    behind.requires_grad_(False).zero_()
+    name = "outside" if architecture is BufferOutside else "logit_bias"
+    tensor = getattr(model, name)
+    tensor.requires_grad_(False).zero_()
     patch_model(model, label_smoothing=0.1)
     model(**batch())
     verified = model._smoothce_model_forward.verified

@@ -10,6 +10,17 @@ all micro-batches and ranks and hands the count over as `num_items_in_batch`, by
 divides the sum; TRL divides the sum itself; a loop of one's own has `smoothce.token_mean_factor`.
 Where no count comes, the loss is a mean of each micro-batch, as it is upstream.
 
+Compiled code goes the same way, but for what needs Python. While it is compiled
+(`torch.compiler.is_compiling`),
+
+- a model that is not verified yet raises ValueError (`model_forward`), and so does a hook on the
+  head that is not known yet (`head_hooks`);
+- scales, caps and the loss function are compared with what was verified, which become guards of the
+  graph; values of frozen tensors are not (`verification.VerifiedLoss`);
+- a wrapper around the head is not looked for (`fused_forward`), nobody notices what trains around
+  the loss (`model_forward.DecoderHook`), and nothing is warned of (`user_warnings`);
+- the loss is one operator of the graph (`smoothce.compile_operator`).
+
 To read, in this order:
 
 - `patching` is what users call, `settings` the keywords that it takes, and `anatomy` finds a

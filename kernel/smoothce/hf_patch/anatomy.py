@@ -3,9 +3,9 @@
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 # A transformers model: a Module with attributes (config, lm_head, …) that Module does not declare.
 CausalModel: TypeAlias = Any
@@ -147,6 +147,40 @@ def waits_for_weights() -> bool:
     if plugin is None or plugin.fsdp_version != 2:
         return False
     return bool(plugin.cpu_ram_efficient_loading)
+
+
+class OutsideTensor(NamedTuple):
+    """A parameter or buffer that a module outside decoder and head has.
+
+    Logits and the loss may depend on it beside what the head makes of the decoder's result: it is
+    a bias of the logits, for example, or belongs to a second tower."""
+
+    name: str  # in the model
+    module: nn.Module  # that has it
+    attribute: str  # under which
+
+    def tensor(self) -> Tensor:
+        """What is there now."""
+        return getattr(self.module, self.attribute)
+
+
+def tensors_outside(causal: CausalModel, head: nn.Module) -> list[OutsideTensor]:
+    """The parameters and buffers of all modules that are neither in the decoder nor the head.
+
+    One that is tied to a parameter of the decoder is among them, since what is computed with it
+    outside counts there."""
+    inside = {*decoder_of(causal).modules(), *head.modules()}
+    tensors = []
+    for module_name, module in causal.named_modules():
+        if module in inside:
+            continue
+        named_tensors = [
+            *module.named_parameters(module_name, recurse=False),
+            *module.named_buffers(module_name, recurse=False),
+        ]
+        for name, _ in named_tensors:
+            tensors.append(OutsideTensor(name, module, attribute=name.rpartition(".")[2]))
+    return tensors
 
 
 def partitioned_by(model: nn.Module) -> str | None:

@@ -1,15 +1,21 @@
 """`SmoothingCallback`: the loss in any Hugging Face Trainer that takes callbacks."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import Unpack
 
-from smoothce.hf_patch.anatomy import class_forward, unwrapped
+from smoothce.hf_patch.anatomy import CausalModel, class_forward, unwrapped
 from smoothce.hf_patch.model_forward import ModelForward, other_loss_of
 from smoothce.hf_patch.patching import patch_model
-from smoothce.hf_patch.settings import PatchSettings, shows_settings
+from smoothce.hf_patch.settings import (
+    PatchSettings,
+    differences_from_upstream,
+    shows_settings,
+)
 from smoothce.hf_patch.trainer import refuse_arguments, refuse_ignore_index
 
 
@@ -41,14 +47,20 @@ class LossWatch(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.model_forward is not None:
+            # The model's now: whoever has unpatched it since does without the loss.
+            self.model_forward = ModelForward.of(self.model_forward.causal)
+        if self.model_forward is not None:
             self.model_forward.gave_training_loss = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.model_forward is None or self.model_forward.gave_training_loss:
+        model_forward = self.model_forward
+        if model_forward is None or model_forward.gave_training_loss:
             return
-        settings = self.model_forward.head_forward.settings
+        if ModelForward.of(model_forward.causal) is not model_forward:  # unpatched within the step
+            return
+        settings = model_forward.head_forward.settings
         if settings.differs_from_upstream():
             raise ValueError(
                 "the trainer's step did not ask the model for its loss (a compute_loss_func, or a "
@@ -70,7 +82,7 @@ class SmoothingCallback(LossWatch):
     first step; TypeError without `label_smoothing`; and what `patch_model` raises.
     """
 
-    @shows_settings
+    @shows_settings(required=("label_smoothing",))
     def __init__(self, **settings: Unpack[PatchSettings]) -> None:
         if "label_smoothing" not in settings:
             raise TypeError("SmoothingCallback needs label_smoothing=")
@@ -112,17 +124,17 @@ class SmoothingCallback(LossWatch):
             )
 
     def _check(self, args: TrainingArguments) -> None:
-        beta = self.settings["label_smoothing"]
+        lost = differences_from_upstream(self.settings) or "label_smoothing=0"
         if args.label_smoothing_factor != 0:
             raise ValueError(
                 f"label_smoothing_factor={args.label_smoothing_factor:g} would smooth dense logits "
-                f"beside SmoothingCallback's label_smoothing={beta:g}: leave the factor at 0"
+                f"beside SmoothingCallback's {lost}: leave the factor at 0"
             )
         if any(base.__module__.startswith("trl.") for base in type(args).__mro__):
             raise ValueError(
                 "TRL's trainers compute losses of their own, without SmoothingCallback's "
-                f"label_smoothing={beta:g}: for SFTTrainer, call "
-                f"smoothce.patch_trainer(trainer, label_smoothing={beta:g}) once it is made"
+                f"{lost}: for SFTTrainer, call smoothce.patch_trainer(trainer, {lost}) once it is "
+                "made"
             )
         refuse_arguments(args)
 
@@ -137,14 +149,18 @@ def _model_forward_of(model: nn.Module) -> ModelForward | None:
 
 
 def _patch_prepared(model: nn.Module, settings: PatchSettings) -> None:
-    """Patch a model that accelerate may have prepared for training in mixed precision already.
+    """Patch a model that accelerate may have prepared for training in mixed precision already."""
+    with _autocast_outermost(unwrapped(model)):
+        patch_model(model, **settings)
 
-    accelerate puts its autocast around the model's forward, where it has to stay: it is taken off,
-    and put on again around the patched forward."""
-    causal = unwrapped(model)
+
+@contextlib.contextmanager
+def _autocast_outermost(causal: CausalModel) -> Iterator[None]:
+    """Take accelerate's autocast off a model's forward, if there is one, and put it on again around
+    the forward that the model then has: accelerate has it around all."""
     inner_forward = causal.__dict__.pop("_original_forward", None)  # where accelerate keeps it
     if inner_forward is None:
-        patch_model(model, **settings)
+        yield
         return
     # Only what accelerate has prepared needs it.
     from accelerate.utils import convert_outputs_to_fp32
@@ -156,8 +172,8 @@ def _patch_prepared(model: nn.Module, settings: PatchSettings) -> None:
     else:
         causal.forward = inner_forward
     try:
-        patch_model(model, **settings)
-    except Exception:
+        yield
+    except BaseException:
         causal.forward = outer_forward
         causal._original_forward = inner_forward
         raise

@@ -15,7 +15,7 @@ from smoothce.hf_patch.anatomy import (
     decoder_of,
     has_foreign_wrapper,
 )
-from smoothce.hf_patch.head_forward import HeadForward, LossAndStatistics
+from smoothce.hf_patch.head_forward import HeadForward, LossAndStatistics, divided
 from smoothce.hf_patch.outputs import (
     OutputClass,
     auxiliary_loss,
@@ -72,12 +72,12 @@ class FusedForward:
         inputs: dict[str, Any],
         output_class: OutputClass,
         *,
-        as_trained: bool,
+        training_loss: bool,
         for_trl: bool = False,
     ) -> Any:
         """The outputs for upstream's arguments by name, labels among them; logits are None.
 
-        `as_trained` is False for the loss that evaluation reports, which `HeadForward` explains.
+        `training_loss` is False for the loss that evaluation reports (`HeadForward`).
         The outputs are of upstream's class, or `for_trl` what TRL asks for. Raises ValueError for
         arguments that a loss without logits cannot serve."""
         causal = self.causal
@@ -89,25 +89,47 @@ class FusedForward:
 
         decoder_outputs = decoder_of(causal)(**decoder_inputs, return_dict=True)
         hidden = decoder_outputs.last_hidden_state  # (B, T, D)
+        auxiliary = auxiliary_loss(causal, decoder_outputs, decoder_inputs)
         labels = loss_inputs["shift_labels"]  # (B, T)
         if labels is None:
             labels = F.pad(loss_inputs["labels"][..., 1:], (0, 1), value=options.ignore_index)
-        if for_trl:
-            result: LossAndStatistics = self.head(
-                hidden, labels=labels, as_trained=as_trained, with_statistics=True
-            )
-            auxiliary = auxiliary_loss(causal, decoder_outputs, decoder_inputs)
-            return trl_output(result, options.ignore_index, auxiliary)
         divisor = loss_inputs["num_items_in_batch"]
-        loss: Tensor = self.head(hidden, labels=labels, divisor=divisor, as_trained=as_trained)
-        auxiliary = auxiliary_loss(causal, decoder_outputs, decoder_inputs)
+        if for_trl:
+            return self._outputs_for_trl(hidden, labels, divisor, auxiliary, training_loss)
         if auxiliary is not None:
             refuse_summed_router(options.reduction)
-            loss = loss + weighted_auxiliary_loss(causal, auxiliary).to(loss.device)
+        loss: Tensor = self.head(
+            hidden, labels=labels, divisor=divisor, training_loss=training_loss
+        )
+        loss = _with_auxiliary(causal, loss, auxiliary)
         outputs = output_class.make(loss, auxiliary, decoder_outputs)
         if wants_dict is None:
             wants_dict = getattr(config_of(causal), "return_dict", True)
         return outputs if wants_dict else outputs.to_tuple()
+
+    def _outputs_for_trl(
+        self,
+        hidden: Tensor,  # (B, T, D)
+        labels: Tensor,  # (B, T), shifted
+        divisor: Tensor | int | None,
+        auxiliary: Tensor | None,  # ()
+        training_loss: bool,
+    ) -> Any:
+        result: LossAndStatistics = self.head(
+            hidden, labels=labels, training_loss=training_loss, with_statistics=True
+        )
+        valid = result.labels != self.head_forward.settings.options.ignore_index
+        if divisor is None:
+            divisor = valid.sum()
+        mean = _with_auxiliary(self.causal, divided(result.loss, divisor), auxiliary)
+        return trl_output(result, valid, mean, auxiliary)
+
+
+def _with_auxiliary(causal: CausalModel, loss: Tensor, auxiliary: Tensor | None) -> Tensor:
+    """The loss, and a mixture's auxiliary loss where there is one, as upstream adds it."""
+    if auxiliary is None:
+        return loss
+    return loss + weighted_auxiliary_loss(causal, auxiliary).to(loss.device)
 
 
 def _check_loss_inputs(loss_inputs: dict[str, Any], ignore_index: int) -> None:

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from smoothce.hf_patch.settings import LOGIT_MAP_KEYWORDS, OPTION_NAMES, LossFunction, LossSettings
+from smoothce.hf_patch.logit_map import LogitMap
+from smoothce.hf_patch.settings import OPTION_NAMES, LossFunction, LossSettings
 from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import TokenStatistics
 
@@ -23,13 +24,21 @@ class HeadForward:
 
     FSDP2 and ZeRO-3 gather the head's weight around a call of the head. That is why `logits`,
     `loss` and `loss_and_statistics` are all reached by calling it.
+
+    The caller says by `training_loss` which loss it wants: that of the settings, or, where it is
+    False, the one that evaluation reports: cross-entropy without smoothing, without z-loss and
+    without a loss of the caller's own. A patched model goes by its mode, `model.training`, so that
+    it follows `model.train()` and `model.eval()`. The losses of `smoothce.integrations` have no
+    mode, and go by whether gradients are on.
     """
 
     ATTRIBUTE = "_smoothce_head_forward"  # under which a patched head keeps it
 
-    def __init__(self, head: nn.Linear, settings: LossSettings) -> None:
+    def __init__(self, head: nn.Linear, settings: LossSettings, logit_map: LogitMap | None) -> None:
         self.head = head
         self.settings = settings
+        # None until the model is verified, before which no loss is asked for.
+        self.logit_map = logit_map
         self.smoothing_target = settings.smoothing_target  # (V,), where it was used last
 
     @classmethod
@@ -42,54 +51,53 @@ class HeadForward:
         hidden: Tensor,  # (B, T, D)
         labels: Tensor | None = None,  # (B, T), shifted
         divisor: Tensor | int | None = None,  # of a mean, instead of the number of valid labels
-        as_trained: bool = True,
+        training_loss: bool = True,
         with_statistics: bool = False,
     ) -> Tensor | LossAndStatistics:
         """Logits (B, T, V) without labels; with labels the loss, (), or `with_statistics` a
-        LossAndStatistics, which TRL asks for.
-
-        `as_trained=False` is the loss that evaluation reports: cross-entropy without smoothing,
-        without z-loss and without a loss of the caller's own."""
+        LossAndStatistics, which TRL asks for."""
         if labels is None:
             return self.logits(hidden)
         labels = labels.to(hidden.device)
         if with_statistics:
-            return self.loss_and_statistics(hidden, labels, as_trained)
-        return self.loss(hidden, labels, divisor, as_trained)
+            return self.loss_and_statistics(hidden, labels, training_loss)
+        return self.loss(hidden, labels, divisor, training_loss)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the head computes unpatched, (B, T, V)."""
         return type(self.head).forward(self.head, hidden)
 
     def loss(
-        self, hidden: Tensor, labels: Tensor, divisor: Tensor | int | None, as_trained: bool
+        self, hidden: Tensor, labels: Tensor, divisor: Tensor | int | None, training_loss: bool
     ) -> Tensor:
         """The loss, (), reduced as the settings say; `divisor` is a mean's alone."""
         reduction = self.settings.options.reduction
         if reduction == "mean" and divisor is not None:
-            return divided(self._reduced(hidden, labels, "sum", as_trained), divisor)
-        return self._reduced(hidden, labels, reduction, as_trained)
+            return divided(self._reduced(hidden, labels, "sum", training_loss), divisor)
+        return self._reduced(hidden, labels, reduction, training_loss)
 
     def loss_and_statistics(
-        self, hidden: Tensor, labels: Tensor, as_trained: bool
+        self, hidden: Tensor, labels: Tensor, training_loss: bool
     ) -> LossAndStatistics:
         """The summed loss beside each token's statistics.
 
         A loss of the caller's own gives none. Then a pass without gradients gives them."""
-        if as_trained and self.settings.given_loss is not None:
-            summed = self._reduced(hidden, labels, "sum", as_trained)
+        if training_loss and self.settings.given_loss is not None:
+            summed = self._reduced(hidden, labels, "sum", training_loss)
             with torch.no_grad():
                 _, statistics = self._fused(hidden, labels, "sum", False, return_statistics=True)
         else:
             summed, statistics = self._fused(
-                hidden, labels, "sum", as_trained, return_statistics=True
+                hidden, labels, "sum", training_loss, return_statistics=True
             )
         return LossAndStatistics(summed, statistics, labels)
 
-    def _reduced(self, hidden: Tensor, labels: Tensor, reduction: str, as_trained: bool) -> Tensor:
+    def _reduced(
+        self, hidden: Tensor, labels: Tensor, reduction: str, training_loss: bool
+    ) -> Tensor:
         given_loss = self.settings.given_loss
-        if not as_trained or given_loss is None:
-            return self._fused(hidden, labels, reduction, as_trained)
+        if not training_loss or given_loss is None:
+            return self._fused(hidden, labels, reduction, training_loss)
         valid = labels != self.settings.options.ignore_index
         # A mean over nothing would be NaN, which a product with 0 does not take away. So the
         # function then gets labels that count, and their mean is multiplied by 0.
@@ -104,13 +112,14 @@ class HeadForward:
         hidden: Tensor,
         labels: Tensor,
         reduction: str,
-        as_trained: bool,
+        training_loss: bool,
         return_statistics: bool = False,
     ) -> Any:
         """`linear_cross_entropy` with the settings: a loss, or with statistics the two."""
         keywords = {name: getattr(self.settings.options, name) for name in OPTION_NAMES}
         keywords["reduction"] = reduction
-        if not as_trained:
+        logit_map = self._verified_map()
+        if not training_loss:
             keywords["label_smoothing"] = 0.0
             keywords["z_loss"] = 0.0
         return linear_cross_entropy(
@@ -118,11 +127,17 @@ class HeadForward:
             self.head.weight,
             labels,
             bias=self._scaled_bias(),
+            logit_scale=logit_map.logit_scale,
+            softcap=logit_map.softcap,
             smoothing_target=self._smoothing_target_on(hidden.device),
             return_statistics=return_statistics,
             impl=self.settings.impl,
             **keywords,
         )
+
+    def _verified_map(self) -> LogitMap:
+        assert self.logit_map is not None  # no loss is asked for before the model is verified
+        return self.logit_map
 
     def _smoothing_target_on(self, device: torch.device) -> Tensor | None:
         """The target, (V,). It is copied to the device once: it is no buffer, so that what moves
@@ -139,7 +154,7 @@ class HeadForward:
     def _scaled_bias(self) -> Tensor | None:
         """The bias inside the logit scale: these models scale the head's whole output."""
         bias = self.head.bias
-        scale = self.settings.options.logit_scale
+        scale = self._verified_map().logit_scale
         if bias is None or scale is None:
             return bias
         return bias * scale
@@ -150,10 +165,11 @@ class HeadForward:
         bias = self._scaled_bias()
         if bias is not None:
             model_options["bias"] = bias
-        for name in LOGIT_MAP_KEYWORDS:
-            value = getattr(self.settings.options, name)
-            if value is not None:
-                model_options[name] = value
+        logit_map = self._verified_map()
+        if logit_map.softcap is not None:
+            model_options["softcap"] = logit_map.softcap
+        if logit_map.logit_scale is not None:
+            model_options["logit_scale"] = logit_map.logit_scale
         return given_loss(
             hidden.flatten(0, -2), self.head.weight, labels.flatten(), **model_options
         )

@@ -3,12 +3,19 @@
 They are looked for under the names below in the model, its configuration and that one's text
 configuration. A family with another name for one of them needs that name here, and with it gets a
 value in the tiny models of `families`; a scale that is computed from two numbers needs a line in
-`candidates`. Until then the caller gives the number, which the refusal prints.
+`candidates`. Until then the caller gives the number, which the refusal prints. A scale that is a
+tensor, a parameter or a buffer, is never read: the caller gives its number, and `verification`
+follows the tensor's value.
+
+A number of the map has four states, each with a name of its own. What the caller says of it is
+FROM_MODEL, None (the model has none) or the number, in a `GivenLogitMap`. What is found in the
+model is None or the number, in a `LogitMap`, which there is once the model is verified.
 """
 
+import enum
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +50,26 @@ class LogitMap:
 
     def __str__(self) -> str:
         return f"logit_scale={self.logit_scale} and softcap={self.softcap}"
+
+
+class FromModel(enum.Enum):
+    """The type of FROM_MODEL, the default of the keywords `logit_scale` and `softcap`."""
+
+    FROM_MODEL = "read from the model"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+FROM_MODEL: Final = FromModel.FROM_MODEL
+
+
+class GivenLogitMap(NamedTuple):
+    """What the caller has said of the map: of each number that it is read from the model, that it
+    is this one, or None for "the model has none"."""
+
+    logit_scale: float | FromModel | None = FROM_MODEL
+    softcap: float | FromModel | None = FROM_MODEL
 
 
 class WatchedAttribute(NamedTuple):
@@ -128,9 +155,7 @@ def numbers_by_name(causal: CausalModel) -> dict[str, float]:
     return numbers
 
 
-def candidates(
-    numbers: dict[str, float], given: LogitMap, given_names: frozenset[str]
-) -> list[LogitMap]:
+def candidates(numbers: dict[str, float], given: GivenLogitMap) -> list[LogitMap]:
     """The maps that a model's numbers may mean, the plainest first, with what the caller gave."""
     scales: list[float | None] = [None]
     caps: list[float | None] = [None]
@@ -142,9 +167,9 @@ def candidates(
             scales.append(value)
         if name in DIVISORS and value != 0:
             scales.append(1 / value)
-    if "logit_scale" in given_names:
+    if given.logit_scale is not FROM_MODEL:
         scales = [given.logit_scale]
-    if "softcap" in given_names:
+    if given.softcap is not FROM_MODEL:
         caps = [given.softcap]
     return [LogitMap(scale, cap) for scale in scales for cap in caps]
 

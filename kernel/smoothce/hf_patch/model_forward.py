@@ -84,24 +84,24 @@ class ModelForward:
             if head_forward is None or head_forward.settings.eval_logits:
                 return type(causal).forward(causal, *args, **kwargs)
         verified = self._verified_for(inputs)
+        self.head_hooks.admit(self.fused.head, self.head_name)
         if causal.training:
             self.gave_training_loss = True
         return self.fused(
-            inputs, verified.output_class, as_trained=causal.training, for_trl=for_trl
+            inputs, verified.output_class, training_loss=causal.training, for_trl=for_trl
         )
 
     def _verified_for(self, inputs: dict[str, Any]) -> VerifiedLoss:
-        """What was verified, which is done once more where it does not cover this call.
+        """What was verified, if it covers this call; else the model is verified for this call.
 
         Raises ValueError where the model's loss is not, or is no longer, the fused one."""
         verified = self.verified
         with_auxiliary_loss = wants_auxiliary_loss(self.causal, inputs)
         if verified is None or verified.is_outdated():
-            verified = self._verify(with_auxiliary_loss)
+            return self._verify(with_auxiliary_loss)
         verified.check_unchanged()
         if with_auxiliary_loss and not verified.has_auxiliary_loss:
-            verified = self._verify(with_auxiliary_loss)
-        self.head_hooks.admit(self.fused.head, self.head_name)
+            return self._verify(with_auxiliary_loss)
         return verified
 
     def _verify(self, with_auxiliary_loss: bool) -> VerifiedLoss:
@@ -116,7 +116,7 @@ class ModelForward:
         try:
             verified = verify(
                 self.fused,
-                head_forward.settings,
+                head_forward.settings.given_logit_map,
                 with_auxiliary_loss=with_auxiliary_loss,
                 in_forward=True,
             )
@@ -124,7 +124,7 @@ class ModelForward:
             raise ValueError(
                 f"patch_model cannot tell whether {name}'s loss is the fused one: {reason}"
             ) from reason
-        head_forward.settings = head_forward.settings.with_logit_map(verified.logit_map)
+        head_forward.logit_map = verified.logit_map
         self.verified = verified
         return verified
 

@@ -26,11 +26,15 @@ from smoothce.hf_patch.user_warnings import warn_user
 from smoothce.hf_patch.verification import CannotRun, verify
 
 
-@shows_settings
+@shows_settings()
 def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Module:
     """Make a causal language model compute `linear_cross_entropy` where it computed its loss.
 
-    What a forward of the patched model then returns:
+        patch_model(model, label_smoothing=0.1)
+        model.train()  # from_pretrained returns it in evaluation mode
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+
+    What a forward of the patched model returns:
 
     | mode                            | with labels                         | without labels     |
     |---------------------------------|-------------------------------------|--------------------|
@@ -39,44 +43,56 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     | evaluation, `eval_logits=False` | not smoothed, `logits` is None      | as upstream        |
 
     `labels` (B, T) are shifted by the model as ever, `shift_labels` are shifted already and count
-    as labels. The loss is the "mean" over the valid tokens, or the "sum"; `num_items_in_batch`,
-    which the Hugging Face Trainer passes, replaces the number of valid tokens as the mean's
-    divisor. From `from_pretrained` a model comes in evaluation mode: call `model.train()`; training
-    in evaluation mode, where it would leave something out, warns once.
+    as labels. The loss is in nats per valid token; `num_items_in_batch`, which the Hugging Face
+    Trainer passes, replaces the number of valid tokens as the mean's divisor. Training in
+    evaluation mode, where it would leave something out, warns once.
 
-    `label_smoothing`, `smoothing_target`, `z_loss`, `filter_eps`, `workspace`, `ignore_index` and
-    `impl` are `linear_cross_entropy`'s. `loss` puts another function in its place:
-    `loss(hidden (N, D), weight (V, D), labels (N,))`, with the model's `bias=`, `softcap=` and
-    `logit_scale=` where it has them, whose result is the mean over labels that are not
-    `ignore_index`. It smooths as it likes: `label_smoothing` and `z_loss` are not used beside it.
+    The settings:
+
+    - `label_smoothing`, `smoothing_target`, `z_loss`, `filter_eps`, `workspace`, `ignore_index` and
+      `impl` are `linear_cross_entropy`'s;
+    - `reduction` is "mean" or "sum";
+    - `logit_scale` and `softcap` are read from the model's configuration unless they are given.
+      Give them where they have an unknown name there, as the error then says: a number, or None for
+      a model that has none;
+    - `loss` puts another function in the place of `linear_cross_entropy`:
+      `loss(hidden (N, D), weight (V, D), labels (N,))`, with the model's `bias=`, `softcap=` and
+      `logit_scale=` where it has them, whose result is the mean over labels that are not
+      `ignore_index`. It smooths as it likes: `label_smoothing` and `z_loss` are not used beside it;
+    - `eval_logits=False` spares evaluation the logits as well.
+
+    Call it once the checkpoint is loaded, the configuration is as it shall be and embeddings are
+    resized, and before `accelerator.prepare` or `deepspeed.initialize`; before or after
+    `fully_shard`. A `PeftModel` is patched inside. Returns the model, changed in place; a second
+    call replaces the settings, and one that is refused leaves them.
 
     Any architecture is accepted whose loss comes out exact, which is verified on sixteen tokens
     (`smoothce.hf_patch.verification` says how): its decoder's last hidden states go through a
     linear head to the mean cross-entropy of the next tokens, with at most a scale and a cap
-    between, which are read from its configuration. `logit_scale=` and `softcap=` (a number, or None
-    for none) take their place where they have another name, and are verified likewise. A model that
-    cannot run when it is patched (on the meta device, sharded by ZeRO-3 or FSDP2 already, or to get
-    its weights from the first rank, when accelerate shards it by FSDP2) is verified on every rank
-    when its first training batch comes; a warning says so.
+    between. A mixture of experts adds its auxiliary loss as upstream does, where
+    `output_router_logits` is on. A model that cannot run when it is patched (on the meta device,
+    sharded by ZeRO-3 or FSDP2 already, or to get its weights from the first rank when accelerate
+    shards it by FSDP2) is verified on every rank when its first training batch comes; a warning
+    says so.
 
-    What was verified is the model as it was then, so load a checkpoint and change a configuration
-    before. In training these later changes raise ValueError: of a scale or cap under a known name
-    or the one that held the given number, of the model's loss function, of
-    `config.output_router_logits`, of `requires_grad` of a parameter outside decoder and head, and a
-    forward hook on the head that changes logits. These make the next forward verify the model once
-    more: another value in a frozen parameter or a buffer outside decoder and head (of at most four
-    million numbers), and an argument `output_router_logits=True`. A forward that is changed in
-    another way is not seen. A hook that only looks at logits gets a ramp once, and then the loss in
-    training. Code that is compiled already goes on without what torch does not look at again, which
-    is torch's rule for hooks.
+    What was verified is the model as it was then. In training,
 
-    A mixture of experts adds its auxiliary loss as upstream does, where `output_router_logits` is
-    on. Patch after resizing embeddings and before `accelerator.prepare` or `deepspeed.initialize`,
-    before or after `fully_shard`; a `PeftModel` is patched inside. Returns the model, changed in
-    place; a second call replaces the settings, and one that is refused leaves them.
+    - these later changes raise ValueError: of a scale or cap under a known name or the one that
+      held the given number; of the model's loss function; of `config.output_router_logits`; a
+      parameter outside decoder and head that is trained now and was not; and a forward hook on the
+      head that changes logits;
+    - these make the next forward verify the model once more: another value in a frozen parameter or
+      a buffer outside decoder and head (of at most four million numbers), and an argument
+      `output_router_logits=True`;
+    - a forward that is changed in another way is not seen.
+
+    A hook that only looks at logits gets a ramp once, and then the loss in training. Code that is
+    compiled already goes on without what torch does not look at again, which is torch's rule for
+    hooks.
 
     Raises ValueError for a model whose loss is another one and for a setting out of range, and
-    TypeError for a model that is wrapped or has no decoder or no linear head.
+    TypeError for an unknown setting and for a model that is wrapped or has no decoder or no linear
+    head.
     """
     causal = unwrapped(model)
     _refuse_wrapped(causal)
@@ -95,24 +111,30 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
         refuse_summed_router(checked_settings.options.reduction)
 
     model_forward = ModelForward(causal, head_name)
+    logit_map = None
     try:
-        model_forward.verified = verify(model_forward.fused, checked_settings)
+        model_forward.verified = verify(model_forward.fused, checked_settings.given_logit_map)
     except CannotRun as reason:
         warn_user(
             f"patch_model verifies {name} when its first training batch comes, not now: {reason}"
         )
     else:
-        checked_settings = checked_settings.with_logit_map(model_forward.verified.logit_map)
+        logit_map = model_forward.verified.logit_map
         model_forward.head_hooks.admit(head, head_name)
     if ModelForward.of(causal) is not None:  # only now: a refused call leaves the one before
         unpatch_model(causal)
-    _install(model_forward, HeadForward(head, checked_settings))
+    _install(model_forward, HeadForward(head, checked_settings, logit_map))
     return model
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:
-    """Undo `patch_model`. Raises TypeError, and changes nothing, where the model is not patched,
-    or its forward or its head's was wrapped since."""
+    """Undo `patch_model`: the model computes its own loss from then on. Returns it.
+
+    What `patch_trainer` has done to a trainer stays: make the trainer anew. One that trains goes on
+    with the model's own loss.
+
+    Raises TypeError, and changes nothing, where the model is not patched, or its forward or its
+    head's was wrapped since."""
     causal = unwrapped(model)
     name = class_of(causal).__name__
     model_forward = ModelForward.of(causal)

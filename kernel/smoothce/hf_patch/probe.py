@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smoothce.hf_patch.anatomy import CausalModel, config_of, decoder_of, forward_slot
+from smoothce.hf_patch.anatomy import (
+    CausalModel,
+    config_of,
+    decoder_of,
+    forward_slot,
+    tensors_outside,
+)
 from smoothce.hf_patch.fused_forward import FusedForward
 from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.logit_map import LogitMap, WatchedAttribute, ramp_like
 from smoothce.hf_patch.outputs import OutputClass
 from smoothce.hf_patch.settings import LossSettings
-from smoothce.options import Options
 
 ROWS, TOKENS = 2, 8
 IGNORED = -100  # the label that upstream ignores, whatever the patched loss ignores
@@ -35,12 +40,15 @@ class UpstreamRun:
     outputs: Any = None
     logits: Any = None  # a tensor, where the forward returns one
     loss: Any = None
-    used_behind_head: list[str] = dataclasses.field(default_factory=list)  # trained parameters
+    # Trained parameters outside decoder and head that have a part in the loss of a run with a ramp.
+    trained_outside: list[str] = dataclasses.field(default_factory=list)
 
 
 @contextlib.contextmanager
 def undisturbed(causal: CausalModel) -> Iterator[None]:
-    """Evaluation mode without gradients, compiled layers or traces in random states."""
+    """Run the model in evaluation mode, without gradients, and uncompiled.
+
+    Afterwards the random states and every module's mode are what they were."""
     modes = {module: module.training for module in causal.modules()}
     devices = {parameter.device for parameter in causal.parameters()} - {torch.device("cpu")}
     device_types = {device.type for device in devices}
@@ -87,10 +95,11 @@ def enough_threads(causal: CausalModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_decoder_in_training(causal: CausalModel) -> Iterator[None]:
-    """All but the decoder in training mode, as `undisturbed` does not leave it.
+    """Within `undisturbed`, put everything but the decoder into training mode.
 
     The decoder stays in evaluation mode, since its dropout is the same in a patched model. Buffers
-    outside it are restored, which a module may count in."""
+    outside it are restored, which a module may count in. The modes go back to evaluation, which is
+    what `undisturbed` has made of them."""
     inside = set(decoder_of(causal).modules())
     outside = [module for module in causal.modules() if module not in inside]
     buffers = [buffer for module in outside for buffer in module.buffers(recurse=False)]
@@ -180,7 +189,8 @@ def run_upstream(
 ) -> UpstreamRun:
     """Run upstream's forward, `with_ramp` with a ramp in the place of its head's output.
 
-    With a ramp it also tells which trained parameters outside decoder and head get a gradient.
+    With a ramp it also tells which trained parameters outside decoder and head get a gradient:
+    `UpstreamRun.trained_outside`.
     `when_head_has_run` is called between the head and what the forward does to its output."""
     causal = fused.causal
     head = fused.head
@@ -207,26 +217,24 @@ def run_upstream(
         head.register_forward_pre_hook(keep_head_input),
         head.register_forward_hook(keep_dtype_and_put_ramp, prepend=True),
     ]
-    trained_behind_head = {}
+    trained = {}
     if with_ramp:
-        for name, parameter in parameters_behind_head(causal, head).items():
-            if parameter.requires_grad:
-                trained_behind_head[name] = parameter
+        for outside in tensors_outside(causal, head):
+            if outside.tensor().requires_grad:
+                trained[outside.name] = outside.tensor()
     try:
-        with torch.set_grad_enabled(bool(trained_behind_head)):
+        with torch.set_grad_enabled(bool(trained)):
             run.outputs = type(causal).forward(causal, **inputs)
     finally:
         for handle in handles:
             handle.remove()
     run.logits = getattr(run.outputs, "logits", None)
     run.loss = getattr(run.outputs, "loss", None)
-    if trained_behind_head and run.loss is not None and run.loss.requires_grad:
-        gradients = torch.autograd.grad(
-            run.loss, list(trained_behind_head.values()), allow_unused=True
-        )
-        for name, gradient in zip(trained_behind_head, gradients, strict=True):
+    if trained and run.loss is not None and run.loss.requires_grad:
+        gradients = torch.autograd.grad(run.loss, list(trained.values()), allow_unused=True)
+        for name, gradient in zip(trained, gradients, strict=True):
             if gradient is not None:
-                run.used_behind_head.append(name)
+                run.trained_outside.append(name)
     return run
 
 
@@ -244,18 +252,10 @@ def acts_on_logits(
     try:
         run = run_upstream(fused, inputs, with_ramp=True, when_head_has_run=change_number)
     except Exception:
-        return True  # what fails behind the head for another number has read it there
+        return True  # what fails after the head for another number has read it there
     finally:
         attributes[attribute.name] = attribute.value
     return not torch.equal(run.logits, logits)
-
-
-def parameters_behind_head(causal: CausalModel, head: nn.Linear) -> dict[str, nn.Parameter]:
-    """Parameters that are neither the decoder's nor the head's."""
-    inside = {*decoder_of(causal).parameters(), *head.parameters()}
-    return {
-        name: parameter for name, parameter in causal.named_parameters() if parameter not in inside
-    }
 
 
 def run_patched(
@@ -264,10 +264,9 @@ def run_patched(
     """The patched model's outputs, its settings but for the map put aside.
 
     On the chunked path, since the Triton kernels would have to be compiled for this."""
-    options = Options(logit_scale=logit_map.logit_scale, softcap=logit_map.softcap)
-    head_forward = HeadForward(fused.head, LossSettings(options, impl="chunked"))
+    head_forward = HeadForward(fused.head, LossSettings(impl="chunked"), logit_map)
     with _head_running(fused.head, head_forward):
-        return fused(inputs, output_class, as_trained=False)
+        return fused(inputs, output_class, training_loss=False)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -11,15 +11,13 @@ from typing_extensions import TypedDict
 
 from smoothce.checks import check_target, check_tensors
 from smoothce.dispatch import check_impl
-from smoothce.hf_patch.logit_map import LogitMap
+from smoothce.hf_patch.logit_map import FROM_MODEL, FromModel, GivenLogitMap
 from smoothce.options import Options
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 # What a caller of `linear_cross_entropy` may ask for and a model cannot return.
 NO_SETTINGS_OF_A_MODEL = ("return_lse", "return_statistics")
-# Read from the model unless the caller gives them.
-LOGIT_MAP_KEYWORDS = ("softcap", "logit_scale")
 
 
 class LossFunction(Protocol):
@@ -38,13 +36,15 @@ class PatchSettings(TypedDict, total=False):
     """The keywords of `patch_model`, which documents them.
 
     They are the fields of `Options` that a model can serve, and `smoothing_target`, `impl`, `loss`
-    and `eval_logits`. Each has its line here, from which editors complete and `help()` is made.
+    and `eval_logits`. Each has its line here, from which editors complete, `help()` is made, and
+    unknown keywords are refused. A new one that is no field of `Options` is also a field of
+    `LossSettings`, with its place in `keywords` and `loss_settings`, which checks it.
     """
 
     label_smoothing: float
     smoothing_target: Tensor | None  # (V,)
-    softcap: float | None
-    logit_scale: float | None
+    softcap: float | FromModel | None
+    logit_scale: float | FromModel | None
     reduction: str
     ignore_index: int
     z_loss: float
@@ -55,116 +55,139 @@ class PatchSettings(TypedDict, total=False):
     eval_logits: bool
 
 
+# The fields of `Options` that are settings as they stand. A scale and a cap are not: what the
+# caller says of these is a `GivenLogitMap`, and what the loss takes is the verified `LogitMap`.
+OPTION_NAMES = tuple(
+    option.name
+    for option in fields(Options)
+    if option.name not in NO_SETTINGS_OF_A_MODEL + GivenLogitMap._fields
+)
+
+
 @dataclass(frozen=True, eq=False)
 class LossSettings:
-    """How a patched model computes its loss; its head's forward holds them."""
+    """How a patched model computes its loss, as the caller has said it; its head's forward holds
+    them."""
 
-    options: Options = field(default_factory=Options)
+    options: Options = field(default_factory=Options)  # of these the fields of OPTION_NAMES
+    given_logit_map: GivenLogitMap = field(default_factory=GivenLogitMap)
     smoothing_target: Tensor | None = None  # (V,)
     impl: str = "auto"
     given_loss: LossFunction | None = None  # the keyword `loss`
     eval_logits: bool = True
-    given_logit_map: frozenset[str] = frozenset()  # which of LOGIT_MAP_KEYWORDS the caller gave
 
     def keywords(self) -> PatchSettings:
         """The keywords that give these settings again."""
         keywords: dict[str, Any] = {
+            **self.given_logit_map._asdict(),
             "smoothing_target": self.smoothing_target,
             "impl": self.impl,
             "loss": self.given_loss,
             "eval_logits": self.eval_logits,
         }
         for name in OPTION_NAMES:
-            if name not in LOGIT_MAP_KEYWORDS or name in self.given_logit_map:
-                keywords[name] = getattr(self.options, name)
+            keywords[name] = getattr(self.options, name)
         return PatchSettings(**keywords)  # type: ignore[typeddict-item]
-
-    def with_logit_map(self, logit_map: LogitMap) -> "LossSettings":
-        options = replace(
-            self.options, logit_scale=logit_map.logit_scale, softcap=logit_map.softcap
-        )
-        return replace(self, options=options)
 
     def differences(self) -> str:
         """What training without this loss would lose, as keywords: "label_smoothing=0.1, z_loss=1".
 
         Empty where the loss is upstream's."""
-        lost = []
-        if self.options.label_smoothing:
-            lost.append(f"label_smoothing={self.options.label_smoothing:g}")
-        if self.options.z_loss:
-            lost.append(f"z_loss={self.options.z_loss:g}")
-        if self.given_loss is not None:
-            name = getattr(self.given_loss, "__name__", type(self.given_loss).__name__)
-            lost.append(f"loss={name}")
-        return ", ".join(lost)
+        return differences_from_upstream(self.keywords())
 
     def differs_from_upstream(self) -> bool:
         """Whether training without this loss would be training on another one."""
         return self.differences() != ""
 
 
-OPTION_NAMES = tuple(
-    option.name for option in fields(Options) if option.name not in NO_SETTINGS_OF_A_MODEL
-)
-_OTHER_NAMES = ("smoothing_target", "impl", "loss", "eval_logits")
+def differences_from_upstream(keywords: PatchSettings) -> str:
+    """`LossSettings.differences`, of keywords that have not become settings yet."""
+    lost = []
+    for name in ("label_smoothing", "z_loss"):
+        value = keywords.get(name, 0)
+        if value != 0:
+            lost.append(f"{name}={value}")
+    loss = keywords.get("loss")
+    if loss is not None:
+        lost.append(f"loss={getattr(loss, '__name__', type(loss).__name__)}")
+    return ", ".join(lost)
 
 
 def loss_settings(keywords: PatchSettings, vocabulary: int) -> LossSettings:
     """The settings that the keywords describe, for a head of so many entries.
 
     Raises TypeError for an unknown keyword, and ValueError for a value out of range."""
-    unknown = sorted(set(keywords) - {*OPTION_NAMES, *_OTHER_NAMES})
+    unknown = sorted(set(keywords) - set(PatchSettings.__annotations__))
     if unknown:
         raise TypeError(f"patch_model has no setting {', '.join(unknown)}")
-    options: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for name, value in keywords.items():
-        if name in OPTION_NAMES:
-            options[name] = value
-        else:
-            others[name] = value
+    values: dict[str, Any] = {**LossSettings().keywords(), **keywords}
+    options = {name: values[name] for name in OPTION_NAMES}
+    given_numbers = {}
+    for name in GivenLogitMap._fields:
+        if values[name] is not FROM_MODEL:
+            given_numbers[name] = values[name]
+    checked = Options(**options, **given_numbers)
+    for name in given_numbers:  # which `Options` has made Python's
+        given_numbers[name] = getattr(checked, name)
     settings = LossSettings(
         options=Options(**options),
-        given_loss=others.pop("loss", None),
-        given_logit_map=frozenset(set(keywords).intersection(LOGIT_MAP_KEYWORDS)),
-        **others,
+        given_logit_map=GivenLogitMap(**given_numbers),
+        smoothing_target=values["smoothing_target"],
+        impl=values["impl"],
+        given_loss=values["loss"],
+        eval_logits=values["eval_logits"],
     )
+    _check(settings, vocabulary)
+    return settings
+
+
+def _check(settings: LossSettings, vocabulary: int) -> None:
+    """Raises ValueError for what `Options` does not check, or allows where it is no model's."""
     if settings.options.reduction not in ("mean", "sum"):
         raise ValueError(
             f"reduction must be mean or sum for a model, not {settings.options.reduction!r}"
         )
     check_impl(settings.impl)
+    if not isinstance(settings.eval_logits, bool):
+        raise ValueError(f"eval_logits must be True or False, not {settings.eval_logits!r}")
+    if settings.given_loss is not None and not callable(settings.given_loss):
+        raise ValueError(
+            "loss must be a function loss(hidden, weight, labels) that returns the mean, not "
+            f"{settings.given_loss!r}"
+        )
     if settings.smoothing_target is not None:
         check_tensors(smoothing_target=settings.smoothing_target)
         check_target(settings.smoothing_target.cpu(), vocabulary)  # raises here, not on the device
-    return settings
 
 
-def shows_settings(function: AnyFunction) -> AnyFunction:
-    """Lets `help()` and notebooks show the keywords that `**settings` stands for.
+def shows_settings(required: tuple[str, ...] = ()) -> Callable[[AnyFunction], AnyFunction]:
+    """A decorator that lets `help()` and notebooks show the keywords that `**settings` stands for:
+    with their defaults, but for those that the function requires.
 
     `smoothce.options.spell_out_options` does it for functions that take the loss's options."""
-    defaults = {**LossSettings().keywords(), **vars(Options())}
-    signature = inspect.signature(function)
-    parameters = [
-        parameter
-        for parameter in signature.parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    defaults: dict[str, Any] = {**LossSettings().keywords()}
+    keywords = []
     for name, annotation in PatchSettings.__annotations__.items():
-        parameters.append(
+        default = inspect.Parameter.empty if name in required else defaults[name]
+        keywords.append(
             inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults[name],
-                annotation=annotation,
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
             )
         )
 
-    @functools.wraps(function)
-    def documented(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+    def decorated(function: AnyFunction) -> AnyFunction:
+        signature = inspect.signature(function)
+        positional = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
 
-    documented.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return documented  # type: ignore[return-value]
+        @functools.wraps(function)
+        def documented(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        vars(documented)["__signature__"] = signature.replace(parameters=[*positional, *keywords])
+        return documented  # type: ignore[return-value]
+
+    return decorated

@@ -13,7 +13,7 @@ from smoothce.hf_patch.settings import PatchSettings, shows_settings
 AnyTrainer = TypeVar("AnyTrainer")
 
 
-@shows_settings
+@shows_settings()
 def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> AnyTrainer:
     """`patch_model` for the model of a Hugging Face `Trainer` or TRL `SFTTrainer`, made already.
 

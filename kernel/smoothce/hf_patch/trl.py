@@ -18,7 +18,7 @@ from smoothce.hf_patch.head_forward import LossAndStatistics
 TRAINER = "TRL's SFTTrainer"
 OUTPUT_MODULE = "trl.trainer.utils"
 OUTPUT_CLASS = "FusedCausalLMOutput"
-OUTPUT_FIELDS = {"log_probs", "entropy", "is_top1", "label_mask", "aux_loss"}
+OUTPUT_FIELDS = {"loss", "log_probs", "entropy", "is_top1", "label_mask", "aux_loss"}
 ADVICE = "install trl 1.16, or train with Hugging Face's Trainer"
 LOSS_REQUEST = "fused_lm_head"  # the argument by which TRL's trainers ask a forward for their loss
 
@@ -70,24 +70,30 @@ def _field_names(output_class: type) -> set[str]:
     return {field.name for field in dataclasses.fields(output_class)}  # type: ignore[arg-type]
 
 
-def trl_output(result: LossAndStatistics, ignore_index: int, auxiliary: Tensor | None) -> Any:
-    """What TRL's trainers read: their loss is the sum of −log_probs over the number of tokens.
+def trl_output(
+    result: LossAndStatistics,
+    valid: Tensor,  # (B, T) bool, the tokens whose labels count
+    mean: Tensor,  # () the loss, with a mixture's auxiliary loss
+    auxiliary: Tensor | None,  # ()
+) -> Any:
+    """What TRL's trainers read: their loss is the sum of −log_probs over the number of tokens, or
+    under DeepSpeed's sequence parallelism `loss`.
 
-    TRL reads the sum of log_probs alone, which must be minus the summed loss. So what is returned
+    Of log_probs TRL reads the sum alone, which must be minus the summed loss. So what is returned
     under that name are not log probabilities: to each of them `rest` is added, an equal share of
     what their sum lacks. The gradient is the summed loss's, which is made in the forward; a loss
     per token would take one more matrix product in the backward.
     """
-    mask = result.labels != ignore_index
     log_probability = result.statistics.log_probability
     assert log_probability is not None  # there are labels
-    rest = (-result.loss - log_probability.sum()) / mask.sum().clamp(min=1)
+    rest = (-result.loss - log_probability.sum()) / valid.sum().clamp(min=1)
     # TRL, which has asked for this, has imported it; an import here would break a compiled graph.
     output_class = getattr(sys.modules[OUTPUT_MODULE], OUTPUT_CLASS)
     return output_class(
-        log_probs=(log_probability + rest) * mask,
+        loss=mean,
+        log_probs=(log_probability + rest) * valid,
         entropy=result.statistics.entropy,
-        is_top1=(result.statistics.argmax == result.labels) & mask,
-        label_mask=mask,
+        is_top1=(result.statistics.argmax == result.labels) & valid,
+        label_mask=valid,
         aux_loss=auxiliary,
     )

@@ -3,7 +3,7 @@
 The model runs four times on sixteen tokens, as `probe` has it, in evaluation mode:
 
 - *ramped*, with its head's output replaced by a ramp from −200 to 200;
-- *training*, ramped likewise, with all but its decoder in training mode;
+- *ramped in training*, likewise, with all but its decoder in training mode;
 - *plain*, unchanged;
 - *patched*, with the loss computed by its head and without smoothing.
 
@@ -11,13 +11,14 @@ Then the following must hold, in this order:
 
 1. the plain run's decoder gives, bit for bit, what its head takes;
 2. the ramped run returns a loss, and logits of the ramp's shape;
-3. no trained parameter outside the decoder and the head has a part in its loss (the ramped runs
+3. no trained parameter outside decoder and head has a part in the loss of either ramped run (they
    have gradients, where there are such parameters);
-4. its logits are cap(scale · ramp), for a scale and a cap that the configuration may mean;
+4. the ramped run's logits are cap(scale · ramp), for a scale and a cap that the configuration may
+   mean;
 5. its loss is the mean cross-entropy of the next tokens, beside a mixture's auxiliary loss as the
    patched run has it;
 6. the patched run's loss is the plain run's;
-7. the training run's logits and loss are the ramped run's, and its head takes what its decoder
+7. ramped in training, logits and loss are the ramped run's, and the head takes what the decoder
    gives: nothing between decoder and loss acts in training alone, such as dropout.
 
 A mixture's auxiliary loss takes part where `output_router_logits` is on, in the configuration or as
@@ -39,13 +40,15 @@ from torch import Tensor, nn
 
 from smoothce.hf_patch.anatomy import (
     CausalModel,
+    OutsideTensor,
     class_of,
-    decoder_of,
     partitioned_by,
+    tensors_outside,
     waits_for_weights,
 )
 from smoothce.hf_patch.fused_forward import FusedForward
 from smoothce.hf_patch.logit_map import (
+    GivenLogitMap,
     LogitMap,
     WatchedAttribute,
     attributes_that_hold,
@@ -74,32 +77,31 @@ from smoothce.hf_patch.probe import (
     run_upstream,
     undisturbed,
 )
-from smoothce.hf_patch.settings import LossSettings
 
 TOLERANCE = 1e-5  # of what is computed from the ramp, which is fp32
-MOST_FOLLOWED = 2**22  # numbers in a tensor behind the head of which a copy is kept
+MOST_FOLLOWED = 2**22  # numbers of a tensor outside decoder and head of which a copy is kept
+OWN_LOSS = "train it with its own loss"  # what a refusal advises, if there is nothing better
 
 
 class CannotRun(Exception):
     """The model cannot be verified now; the message says why."""
 
 
-class TensorBehindHead(NamedTuple):
-    """A frozen parameter or a buffer outside decoder and head, which logits may depend on."""
+class FrozenTensor(NamedTuple):
+    """A frozen parameter or a buffer outside decoder and head, as it was when the model was
+    verified."""
 
-    name: str  # in the model
-    module: nn.Module  # that has it
-    attribute: str
+    place: OutsideTensor
     version: int  # which torch counts up when a tensor is written to
     value: Tensor | None  # a copy; None where it is not followed
 
     def is_trained(self) -> bool:
-        return getattr(self.module, self.attribute).requires_grad
+        return self.place.tensor().requires_grad
 
     def has_another_value(self) -> bool:
         if self.value is None:
             return False
-        tensor = getattr(self.module, self.attribute)
+        tensor = self.place.tensor()
         is_sharded = hasattr(tensor, "placements")  # as a DTensor is
         if is_sharded or tensor.shape != self.value.shape or tensor.dtype != self.value.dtype:
             return True
@@ -117,14 +119,14 @@ class VerifiedLoss:
     has_auxiliary_loss: bool  # whether a mixture's auxiliary loss took part
     # An attribute that the model did not have is kept with the value None: it may come.
     watched_attributes: tuple[WatchedAttribute, ...]
-    behind_head: tuple[TensorBehindHead, ...]
+    frozen_outside: tuple[FrozenTensor, ...]
 
     def is_outdated(self) -> bool:
-        """Whether a value behind the head is another one, of a checkpoint for example, so that the
-        model has to be verified again. Compiled code cannot tell."""
+        """Whether a frozen tensor outside decoder and head has another value, of a checkpoint for
+        example, so that the model has to be verified again. Compiled code cannot tell."""
         if torch.compiler.is_compiling():
             return False
-        return any(tensor.has_another_value() for tensor in self.behind_head)
+        return any(tensor.has_another_value() for tensor in self.frozen_outside)
 
     def check_unchanged(self) -> None:
         """Raises ValueError where a scale, a cap or the loss function is another one, or a
@@ -136,26 +138,27 @@ class VerifiedLoss:
                     f"{attribute.name} was {attribute.value} when patch_model verified the model "
                     f"and is {value_now} now: call patch_model again"
                 )
-        for tensor in self.behind_head:
+        for tensor in self.frozen_outside:
             if tensor.is_trained():
                 raise ValueError(
-                    f"{tensor.name} is trained now and was not when patch_model verified the "
+                    f"{tensor.place.name} is trained now and was not when patch_model verified the "
                     "model: call patch_model again, which tells whether it would get its gradient"
                 )
 
 
 def verify(
     fused: FusedForward,
-    settings: LossSettings,
+    given: GivenLogitMap,
     *,
     with_auxiliary_loss: bool = False,
     in_forward: bool = False,
 ) -> VerifiedLoss:
     """Verify that the model's fused forward computes upstream's loss where it does not smooth.
 
-    `with_auxiliary_loss`: ask a mixture of experts for its auxiliary loss, whatever its
-    configuration says. `in_forward`: this is called in the model's own forward, where ZeRO-3 and
-    FSDP2 gather what a module needs.
+    `given` is what the caller has said of the model's scale and cap. `with_auxiliary_loss`: ask a
+    mixture of experts for its auxiliary loss, whatever its configuration says. `in_forward`: this
+    is called in the model's own forward, where ZeRO-3 and FSDP2 gather what a module needs.
+
     Restores random states, modes and hooks, and leaves no gradients. Raises ValueError where the
     losses differ, and CannotRun where the model cannot run as it is."""
     causal = fused.causal
@@ -169,16 +172,16 @@ def verify(
     with undisturbed(causal), enough_threads(causal):
         inputs = probe_inputs(fused, with_auxiliary_loss=with_auxiliary_loss)
         try:
-            runs = _verified_runs(fused, settings, inputs)
-        except CannotRun:
+            runs = _verified_runs(fused, given, inputs)
+        except CannotRun as first_reason:
             with plain_attention(causal):
-                runs = _verified_runs(fused, settings, inputs)
+                runs = _runs_with_plain_attention(fused, given, inputs, first_reason)
     return VerifiedLoss(
         runs.logit_map,
         runs.output_class,
         has_auxiliary_loss=with_auxiliary_loss or wants_auxiliary_loss(causal, inputs),
         watched_attributes=watched_attributes(causal, runs.acting_on_logits),
-        behind_head=_tensors_behind_head(causal, fused.head, are_whole=library is None),
+        frozen_outside=_frozen_outside(causal, fused.head, are_whole=library is None),
     )
 
 
@@ -190,14 +193,29 @@ class VerifiedRuns(NamedTuple):
     acting_on_logits: list[WatchedAttribute]  # which hold the map's numbers under other names
 
 
+def _runs_with_plain_attention(
+    fused: FusedForward, given: GivenLogitMap, inputs: dict[str, Any], first_reason: CannotRun
+) -> VerifiedRuns:
+    """The same once more, for a model that could not run with its own attention.
+
+    Where it cannot run this way either, both reasons are said: the first is that of the attention
+    which the user has chosen."""
+    try:
+        return _verified_runs(fused, given, inputs)
+    except CannotRun as reason:
+        if str(reason) == str(first_reason):
+            raise
+        raise CannotRun(f"{first_reason}; with plain attention, {reason}") from reason
+
+
 def _verified_runs(
-    fused: FusedForward, settings: LossSettings, inputs: dict[str, Any]
+    fused: FusedForward, given: GivenLogitMap, inputs: dict[str, Any]
 ) -> VerifiedRuns:
     """The four runs, and what must hold of them."""
     try:
         ramped = run_upstream(fused, inputs, with_ramp=True)
         with outside_decoder_in_training(fused.causal):
-            training = run_upstream(fused, inputs, with_ramp=True)
+            ramped_in_training = run_upstream(fused, inputs, with_ramp=True)
         plain = run_upstream(fused, inputs, with_ramp=False)
     except Exception as error:
         raise CannotRun(
@@ -205,8 +223,9 @@ def _verified_runs(
         ) from error
     _check_hidden(fused, plain)
     _check_returns(fused, ramped)
-    _check_behind_head(fused, ramped)
-    logit_map = _find_logit_map(fused, settings, ramped)
+    _check_trained_outside(fused, ramped)
+    _check_trained_outside(fused, ramped_in_training)
+    logit_map = _find_logit_map(fused, given, ramped)
     output_class = OutputClass.of(plain.outputs)
     try:
         patched = run_patched(fused, logit_map, inputs, output_class)
@@ -214,12 +233,10 @@ def _verified_runs(
         raise _refusal(
             fused,
             f"its decoder and head do not run apart from its forward ({_described(error)})",
-            None,
-            "train it with its own loss",
         ) from error
     _check_loss_of_logits(fused, ramped, patched, inputs["labels"])
     _check_patched_loss(fused, plain, patched)
-    _check_training(fused, ramped, training)
+    _check_training(fused, ramped, ramped_in_training)
     acting_on_logits = []
     for attribute in attributes_that_hold(fused.causal, logit_map):
         if acts_on_logits(fused, inputs, attribute, ramped.logits):
@@ -232,34 +249,21 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _tensors_behind_head(
+def _frozen_outside(
     causal: CausalModel, head: nn.Linear, *, are_whole: bool
-) -> tuple[TensorBehindHead, ...]:
-    """The frozen ones. Values are followed of tensors that are whole, and not large: a bias of the
-    logits is, a second tower's weights are not."""
-    inside = {*decoder_of(causal).modules(), *head.modules()}
-    tensors = []
-    for module_name, module in causal.named_modules():
-        if module in inside:
+) -> tuple[FrozenTensor, ...]:
+    """The frozen tensors outside decoder and head. Values are followed of those that are whole, and
+    not large: a bias of the logits is, a second tower's weights are not."""
+    frozen = []
+    for place in tensors_outside(causal, head):
+        tensor = place.tensor()
+        if tensor.requires_grad:
             continue
-        named_tensors = [
-            *module.named_parameters(module_name, recurse=False),
-            *module.named_buffers(module_name, recurse=False),
-        ]
-        for name, tensor in named_tensors:
-            if tensor.requires_grad:
-                continue
-            is_followed = are_whole and tensor.numel() <= MOST_FOLLOWED
-            tensors.append(
-                TensorBehindHead(
-                    name=name,
-                    module=module,
-                    attribute=name.rpartition(".")[2],
-                    version=_version(tensor),
-                    value=tensor.detach().clone() if is_followed else None,
-                )
-            )
-    return tuple(tensors)
+        value = None
+        if are_whole and tensor.numel() <= MOST_FOLLOWED:
+            value = tensor.detach().clone()
+        frozen.append(FrozenTensor(place, _version(tensor), value))
+    return tuple(frozen)
 
 
 def _version(tensor: Tensor) -> int:
@@ -267,45 +271,41 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _check_returns(fused: FusedForward, run: UpstreamRun) -> None:
-    """The forward returns a loss, and logits as many as its head made."""
+def _check_returns(fused: FusedForward, run: UpstreamRun, when: str = "") -> None:
+    """The forward returns a loss, and logits as many as its head made.
+
+    `when` is the mode, as for `_check_hidden`."""
     name = fused.head_name
     if run.ramp is None or run.logits is None or run.loss is None:
         raise _refusal(
             fused,
-            f"its forward does not return a loss and logits of {name}'s output",
-            None,
-            "train it with its own loss",
+            f"{when}its forward does not return a loss and logits of {name}'s output",
         )
     if run.logits.shape != run.ramp.shape or run.logits.dim() != 3:
         raise _refusal(
             fused,
-            f"its logits are {tuple(run.logits.shape)} where {name} gives {tuple(run.ramp.shape)}",
-            None,
-            "train it with its own loss",
+            f"{when}its logits are {tuple(run.logits.shape)} where {name} gives "
+            f"{tuple(run.ramp.shape)}",
         )
 
 
-def _check_behind_head(fused: FusedForward, run: UpstreamRun) -> None:
+def _check_trained_outside(fused: FusedForward, run: UpstreamRun) -> None:
     """No parameter is trained whose gradient a patched model would not make."""
-    if run.used_behind_head:
+    if run.trained_outside:
         raise _refusal(
             fused,
-            f"{', '.join(run.used_behind_head)}, which would get no gradient, changes its logits "
-            "or its loss",
-            None,
-            "train it with its own loss, or without a gradient of this",
+            f"{', '.join(run.trained_outside)}, which would get no gradient, changes its logits or "
+            "its loss",
+            advice=f"{OWN_LOSS}, or without a gradient of this",
         )
 
 
-def _find_logit_map(fused: FusedForward, settings: LossSettings, run: UpstreamRun) -> LogitMap:
+def _find_logit_map(fused: FusedForward, given: GivenLogitMap, run: UpstreamRun) -> LogitMap:
     """The map that the model applies to the ramp, of those that its configuration may mean.
 
     Raises ValueError where it is none of them, with the one that it seems to be."""
     assert run.ramp is not None  # _check_returns has seen it
-    given = LogitMap(settings.options.logit_scale, settings.options.softcap)
-    numbers = numbers_by_name(fused.causal)
-    maps = candidates(numbers, given, settings.given_logit_map)
+    maps = candidates(numbers_by_name(fused.causal), given)
     epsilon = torch.finfo(run.logits.dtype).eps
     precision = max(TOLERANCE, 4 * epsilon)
     differences = {}
@@ -325,7 +325,7 @@ def _find_logit_map(fused: FusedForward, settings: LossSettings, run: UpstreamRu
     if (run.logits.double() - expected).abs().max() <= 10 * precision * expected.abs().max():
         advice = f"pass {fit}, which describe it, where they are constants of the model"
     else:
-        advice = "no scale and cap describe it: train it with its own loss"
+        advice = f"no scale and cap describe it: {OWN_LOSS}"
     raise _refusal(
         fused,
         f"{nearest} do not turn {fused.head_name}'s output into its logits",
@@ -344,8 +344,6 @@ def _check_hidden(fused: FusedForward, run: UpstreamRun, when: str = "") -> None
             fused,
             f"{when}its forward calls the decoder {len(run.hidden)} times and {name} "
             f"{len(run.head_inputs)} times, not once each",
-            None,
-            "train it with its own loss",
         )
     hidden = run.hidden[0]
     head_input = run.head_inputs[0]
@@ -359,7 +357,6 @@ def _check_hidden(fused: FusedForward, run: UpstreamRun, when: str = "") -> None
             fused,
             f"{when}its decoder's last_hidden_state is not {name}'s input",
             difference,
-            "train it with its own loss",
         )
 
 
@@ -374,14 +371,13 @@ def _check_loss_of_logits(
     )
     if getattr(patched, "aux_loss", None) is not None:
         expected = expected + weighted_auxiliary_loss(fused.causal, patched.aux_loss).cpu()
-    difference = abs(run.loss.item() - expected.item())
-    if not difference <= 10 * TOLERANCE * expected.abs().item():
-        raise _refusal(
-            fused,
-            "its loss is not the mean cross-entropy of its logits and the next tokens",
-            difference,
-            "train it with its own loss",
-        )
+    _check_loss(
+        fused,
+        run.loss,
+        expected,
+        most=10 * TOLERANCE * expected.abs().item(),
+        otherwise="its loss is not the mean cross-entropy of its logits and the next tokens",
+    )
 
 
 def _check_patched_loss(fused: FusedForward, plain: UpstreamRun, patched: Any) -> None:
@@ -394,43 +390,49 @@ def _check_patched_loss(fused: FusedForward, plain: UpstreamRun, patched: Any) -
         precision = 2e-5 if plain.logits.device.type == "cpu" else 2e-3  # a GPU may use TF32
     else:
         precision = 4 * torch.finfo(dtype).eps
-    difference = abs(plain.loss.item() - patched.loss.item())
-    if not difference <= precision * (1 + abs(plain.loss.item())):
-        raise _refusal(
-            fused,
-            "its loss is not the patched one without smoothing",
-            difference,
-            "train it with its own loss",
-        )
-
-
-def _check_training(fused: FusedForward, ramped: UpstreamRun, training: UpstreamRun) -> None:
-    """Nothing between the decoder and the loss acts in training mode alone."""
-    _check_hidden(fused, training, "in training mode ")
-    same_logits = (
-        training.logits is not None
-        and training.logits.shape == ramped.logits.shape
-        and torch.equal(training.logits, ramped.logits)
+    _check_loss(
+        fused,
+        patched.loss,
+        plain.loss,
+        most=precision * (1 + plain.loss.abs().item()),
+        otherwise="its loss is not the patched one without smoothing",
     )
-    if not same_logits:
-        raise _refusal(
-            fused,
-            f"its logits of {fused.head_name}'s output are others in training mode",
-            None,
-            "train it with its own loss",
-        )
-    loss = ramped.loss.item()
-    difference = abs(training.loss.item() - loss)
-    if not difference <= 10 * TOLERANCE * abs(loss):
-        raise _refusal(
-            fused,
-            "its loss of the same logits is another one in training mode",
-            difference,
-            "train it with its own loss",
-        )
 
 
-def _refusal(fused: FusedForward, reason: str, difference: float | None, advice: str) -> ValueError:
+def _check_training(
+    fused: FusedForward, ramped: UpstreamRun, ramped_in_training: UpstreamRun
+) -> None:
+    """Nothing between the decoder and the loss acts in training mode alone."""
+    when = "in training mode "
+    _check_hidden(fused, ramped_in_training, when)
+    _check_returns(fused, ramped_in_training, when)
+    if not torch.equal(ramped_in_training.logits, ramped.logits):
+        raise _refusal(
+            fused, f"its logits of {fused.head_name}'s output are others in training mode"
+        )
+    _check_loss(
+        fused,
+        ramped_in_training.loss,
+        ramped.loss,
+        most=10 * TOLERANCE * ramped.loss.abs().item(),
+        otherwise="its loss of the same logits is another one in training mode",
+    )
+
+
+def _check_loss(
+    fused: FusedForward, loss: Tensor, expected: Tensor, *, most: float, otherwise: str
+) -> None:
+    """Raises ValueError, which says `otherwise`, where two losses differ by more than `most`."""
+    difference = abs(loss.item() - expected.item())
+    if not difference <= most:  # also where one is NaN
+        raise _refusal(fused, otherwise, difference)
+
+
+def _refusal(
+    fused: FusedForward, reason: str, difference: float | None = None, advice: str = OWN_LOSS
+) -> ValueError:
+    """What `patch_model` raises: the reason, the largest difference that was found, if any, which
+    scale and cap were read, and what to do."""
     causal = fused.causal
     numbers = numbers_by_name(causal)
     if numbers:

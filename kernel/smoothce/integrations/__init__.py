@@ -4,19 +4,21 @@
 that is given hidden states and the head's weight; `torchtitan` one that runs the head itself.
 Nothing here is imported by the rest of the package.
 
-Hugging Face's Trainer and TRL's are served by `smoothce.hf_patch`, OLMo-core by the README's
-function, open-instruct by patches/. Another program gets a module here, a row of the README's table
-of trainers, and a test beside those in tests/kernel/integrations, whose env.sh pins its version.
+Most programs need no module. `smoothce.hf_patch` serves Hugging Face's Trainer and TRL's, and by
+its callback whatever hands callbacks to a Trainer, as LLaMA-Factory and ms-swift do. Lightning
+calls `patch_model`, OLMo-core takes the README's function, and open-instruct is served by patches/.
 
-Such a module
+A program that takes neither a callback nor a patched model gets a module here. In any case it gets
+a row of the README's table of trainers, and a test beside those in tests/kernel/integrations, whose
+env.sh pins its version. Such a module
 
 1. is handed what the program has: the made trainer, which goes to `patch_trainer`; hidden states
    and the head's weight; or the head itself, which gets `HeadForward`;
 2. divides a *sum* by the number of the update's labels on all ranks, where the program counts
    them;
 3. leaves out smoothing and z-loss in evaluation, which is where gradients are off;
-4. refuses what would train the program's own loss instead. For a subclass of Hugging Face's Trainer
-   that belongs in `hf_patch.trainer`;
+4. refuses what would train the program's own loss instead. Where all of Hugging Face's Trainers
+   may have it, that belongs in `hf_patch.trainer`;
 5. takes the options that fit, which the docstring of `Options` asks for when one is added;
 6. takes a model's scale and cap from the user where `patch_trainer` is not what runs: `automodel`
    and `torchtitan` do not verify the model as `patch_model` does.

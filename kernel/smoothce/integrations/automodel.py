@@ -19,9 +19,9 @@ from smoothce.linear_cross_entropy import linear_cross_entropy
 class SmoothedLinearCrossEntropy(LinearCrossEntropy):
     """`linear_cross_entropy` as Automodel's recipes call their losses.
 
-    The options are `linear_cross_entropy`'s, without `smoothing_target`, `impl` and `reduction`,
-    which is Automodel's: a sum by the number of the update's labels. Evaluation, which is without
-    gradients, has the loss without smoothing.
+    The options are those of `linear_cross_entropy` under the same names. The reduction is
+    Automodel's: the sum over labels, divided by the number of the update's labels. Evaluation,
+    which is without gradients, has the loss without smoothing and z-loss.
     """
 
     def __init__(

@@ -5,8 +5,9 @@
     loss=SmoothedLoss.Config(label_smoothing=0.1)
 
 It takes the place of `ChunkedLossWrapper`, whose hooks the trainer uses: the model leaves its head
-out, and the loss runs it with the labels. For a head that tensor parallelism splits, whose weight
-is a DTensor, `smoothce.checks` raises TypeError; there is `linear_cross_entropy(process_group=…)`.
+out, and the loss runs it with the labels. Where tensor parallelism splits the head, its weight is a
+DTensor, for which `smoothce.checks` raises TypeError. A loop of your own can serve such a head, by
+`linear_cross_entropy(process_group=…)`.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 
 from smoothce.hf_patch.head_forward import HeadForward, divided
+from smoothce.hf_patch.logit_map import LogitMap
 from smoothce.hf_patch.settings import LossSettings
 from smoothce.options import Options
 
@@ -53,7 +55,10 @@ class SmoothedLoss(ChunkedLossWrapper):
         """The head, whose own forward computes the loss, so that FSDP2 gathers its weight."""
         super().set_lm_head(lm_head)
         # torchtitan types its head as a Module; it is a Linear, or has its weight and bias.
-        lm_head.forward = HeadForward(lm_head, LossSettings(self.options))  # type: ignore[arg-type]
+        settings = LossSettings(self.options)
+        logit_map = LogitMap(self.options.logit_scale, self.options.softcap)
+        # Not under `HeadForward.ATTRIBUTE`, since the model around it is not patched.
+        lm_head.forward = HeadForward(lm_head, settings, logit_map)  # type: ignore[arg-type]
 
     def __call__(
         self,
@@ -64,7 +69,7 @@ class SmoothedLoss(ChunkedLossWrapper):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.lm_head is not None, "set_lm_head has not been called"
         # Not `pred.requires_grad`: hidden states of a frozen decoder need no gradient.
-        loss = self.lm_head(pred, labels=labels, as_trained=torch.is_grad_enabled())
+        loss = self.lm_head(pred, labels=labels, training_loss=torch.is_grad_enabled())
         if global_valid_tokens is not None:
             loss = divided(loss, global_valid_tokens)
         return loss, {}
