@@ -468,7 +468,7 @@ def test_the_page_tells_the_entropy_gaps():
             of_beta = smoothed_temperatures if beta == 0.1 else plain_temperatures
             if beta in (0.0, 0.1):
                 of_beta.append(temperature)
-    text = passage("- **Entropy gap on reference answers**")
+    text = passage("The entropy of the model's predictions less")
     ends = [
         f"{end(temperatures):.2f}"
         for temperatures in (smoothed_temperatures, plain_temperatures)
