@@ -18,6 +18,7 @@ from studies.claims import answers, contrasts, derived, parts, quick_evaluation,
 from studies.claims.contrasts import Contrast, Quantity
 from studies.claims.parts import PUBLISHED, Study
 
+from calibeval import evaluations
 from sweeps.runs.files import read_rows
 
 LARGE = "qwen2.5-coder-1.5b"
@@ -507,6 +508,24 @@ def test_the_page_tells_what_calibrated_models_read(published):
     assert stated in page()
 
 
+@pytest.mark.slow
+def test_the_page_tells_where_miscalibration_is_shown_without_smoothing(published):
+    """Of the 1.5B as recommended: p of ECE over seeds is the least of theirs times their number."""
+    p_over_seeds = []
+    for task in answers.LETTER_TASKS:
+        files = answers.files_by_seed(published.runs(LARGE), answers.PLAIN, task)
+        evaluated = [evaluations.load(path) for path in files.values()]
+        for among in AMONG:
+            least = min(each.floor_tests[among]["ece"].p for each in evaluated)
+            p_over_seeds.append(f"{len(evaluated) * least:.2f}")
+    mmlu, mmlu_tokens, arc, arc_tokens, hellaswag, hellaswag_tokens = p_over_seeds
+    assert mmlu == mmlu_tokens
+    assert (
+        f"on MMLU (p = {mmlu} in both readings) and on HellaSwag ({hellaswag} among the choices, "
+        f"{hellaswag_tokens} among all tokens), and on ARC-Easy it is not ({arc} and {arc_tokens})."
+    ) in page()
+
+
 def readings(
     published: Published, name: str, model: str, task: str
 ) -> dict[str, contrasts.Difference]:
@@ -876,6 +895,16 @@ def conclusion_3(published: Published) -> list[str | None]:
     return [*ece(published, "vocabulary", "as recommended", "0", "0.1", model=SMALL)]
 
 
+def overconfidence_without_smoothing(published: Published, task: str) -> float:
+    """Mean confidence among the choices less accuracy of the 1.5B as recommended at β = 0."""
+    files = answers.files_by_seed(published.runs(LARGE), answers.PLAIN, task)
+    of_seeds = [
+        quick_evaluation.load(path, ("ece_signed",)).values["choices"]["ece_signed"]
+        for path in files.values()
+    ]
+    return sum(of_seeds) / len(of_seeds)
+
+
 def conclusion_4(published: Published) -> list[str | None]:
     accuracy = level_of("accuracy", HELLASWAG, scale=100)
     error = squared_error(HELLASWAG, "vocabulary")
@@ -887,6 +916,9 @@ def conclusion_4(published: Published) -> list[str | None]:
         *ece(published, "vocabulary", "as recommended", "0", "0.1", task=ARC),
         published.told(smoothing("recommended", 0.5), error, bold=False),
         fall,
+        f"{overconfidence_without_smoothing(published, 'mmlu'):.3f}",
+        f"{overconfidence_without_smoothing(published, HELLASWAG):.3f}",
+        f"{-overconfidence_without_smoothing(published, ARC):.3f}",
     ]
 
 
