@@ -349,6 +349,22 @@ def false_findings(pairs: int, n: int, replications: int) -> tuple[float, float]
     return alone / replications, corrected / replications
 
 
+def changed_answers(placements: int, questions: int, changed: int) -> list[stats.Estimate]:
+    """Return differences of accuracies where so many answers are right in one run alone.
+
+    They are anywhere, at as many `placements`, and each difference is taken in both directions.
+    """
+    rng = np.random.default_rng(changed)
+    counts = np.concatenate([*resamples(questions, evaluations.RESAMPLES)])
+    found = []
+    for _ in range(placements):
+        places = rng.choice(questions, changed, replace=False)
+        draws = counts[:, places].sum(1) / questions
+        side = stats.Side(np.array([changed / questions]), draws[None])
+        found += [stats.estimate_sum(side), stats.estimate_sum(side.weighted(-1))]
+    return found
+
+
 WORLDS = tuple(World(shape, pattern) for shape in NOISE for pattern in ("shift", "sharpen"))
 OPPOSITE = tuple(
     World(shape, "sharpen", 2000 if shape == "real" else POOL, opposite=True)
@@ -406,12 +422,25 @@ def print_subjects(replications: int) -> None:
         print(covered.round(3).to_markdown(), flush=True)
 
 
+def print_changed_answers() -> None:
+    """Print how many differences of few changed answers are called one."""
+    print("\nchanged answers in 1,000, of 200 placements in either direction\n")
+    shares = {}
+    for changed in range(1, 9):
+        found = changed_answers(200, 1000, changed)
+        shares[changed] = np.mean([difference.significant for difference in found])
+    table = pd.DataFrame(shares, index=["called a difference"])
+    print(table.to_markdown(), flush=True)
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--replications", type=int, default=500, help="of a cell, all worlds")
-    parser.add_argument("--only", choices=[*GROUPS, "subjects", "families"])
+    parser.add_argument("--only", choices=[*GROUPS, "subjects", "families", "changed"])
     a = parser.parse_args()
+    if a.only in (None, "changed"):
+        print_changed_answers()
     if a.only in (None, "subjects"):
         print_subjects(a.replications)
     if a.only in (None, "families"):

@@ -45,7 +45,7 @@ CONTINUATION = {
 
 
 def test_other_normalisers_are_refused(written, index_of):
-    """A difference would be the normaliser's: one model moved from −0.230 to +0.530 by it."""
+    """A difference would be the normaliser's: one model moved from −0.230 to +0.532 by it."""
     by_sum = written("sum", **CONTINUATION, normalise="sum")
     by_characters = written("characters", **CONTINUATION, normalise="characters")
     expected = "normalise 'sum' and 'characters'.*alone; "

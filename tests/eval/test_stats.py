@@ -400,23 +400,10 @@ def test_p_is_below_5_percent_where_the_interval_leaves_out_0(seeds, by_subject)
             assert (found.p_no_difference < 0.05) == found.significant, metric
 
 
-def changed_answers(placements: int, questions: int, changed: int) -> list[stats.Estimate]:
-    """Differences of accuracies where so many answers, anywhere, are right in one run alone."""
-    rng = np.random.default_rng(changed)
-    counts = np.concatenate([*measures.resamples(questions, evaluations.RESAMPLES)])
-    found = []
-    for _ in range(placements):
-        places = rng.choice(questions, changed, replace=False)
-        draws = counts[:, places].sum(1) / questions
-        side = stats.Side(np.array([changed / questions]), draws[None])
-        found += [stats.estimate_sum(side), stats.estimate_sum(side.weighted(-1))]
-    return found
-
-
 @pytest.mark.parametrize("changed", [1, 2, 3, 4])
 def test_few_changed_answers_are_no_difference(changed):
     """Of 1, 2 or 3 answers in 1,000, some 42 % of placements were called different, of 4 all."""
-    for found in changed_answers(200, 1000, changed):
+    for found in interval_coverage.changed_answers(200, 1000, changed):
         assert not found.significant
         assert found.p_no_difference > 0.05
         assert found.p_no_difference == pytest.approx(min(1, 2 * 0.5**changed), rel=0.5)
@@ -424,7 +411,7 @@ def test_few_changed_answers_are_no_difference(changed):
 
 def test_five_changed_answers_are_no_difference_but_rarely():
     """The sign test's p is 0.0625. By the share of zeros alone 11.5 % were called different."""
-    found = changed_answers(200, 1000, 5)
+    found = interval_coverage.changed_answers(200, 1000, 5)
     assert sum(difference.significant for difference in found) <= 0.03 * len(found)
 
 
@@ -441,7 +428,7 @@ def test_seeds_that_differ_in_opposite_ways_do_not_agree():
 
 def test_ten_changed_answers_are_a_difference():
     """The sign test's p is 0.002."""
-    for found in changed_answers(50, 1000, 10):
+    for found in interval_coverage.changed_answers(50, 1000, 10):
         assert found.significant
         assert found.p_no_difference < 0.05
 
