@@ -135,7 +135,6 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
         )
     cooled, temperatures = cross_fitted(answers)
     cooled_evaluation = evaluations.measure(cooled)
-    cooled_test = cooled_evaluation.floor_tests["choices"]["ece"]
     both = ([base_evaluation], [tuned_evaluation])
     before = readings(base_evaluation)
     after = readings(tuned_evaluation)
@@ -151,7 +150,7 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
         letter_masses=(base_evaluation.letter_mass, tuned_evaluation.letter_mass),
         temperatures=temperatures,
         cooled_ece=number_of(stats.estimate([cooled_evaluation], "ece", "choices")),
-        cooled_floor=cooled_test.floor,
+        cooled_floor=cooled_evaluation.floor_tests["choices"]["ece"].floor,
         mended=stats.difference([tuned_evaluation], [cooled_evaluation], "rms_debiased", "choices"),
         validation_split=validation_split(Path(tuned)),
         sentences=[],
@@ -237,8 +236,9 @@ def accuracy_sentence(change: Estimate, base: Evaluation, tuned: Evaluation) -> 
 def error_sentence(
     before: Reading | None, after: Reading, change: Estimate | None, among: Among
 ) -> str:
-    """How the tuned model errs under one definition of confidence, how it erred before, and
-    whether that is a difference.
+    """How the tuned model errs under one definition of confidence, and how it erred before.
+
+    `change` says whether that is a difference.
     """
     text = f"The tuned model's probabilities {AMONG[among]} are {described(after)}"
     if before is None or change is None:
@@ -256,7 +256,7 @@ def mass_sentence(letter_mass: float | None) -> str:
     assert letter_mass is not None  # or nobody knew the probabilities among all tokens
     return (
         f"These two differ because the letters together have {100 * letter_mass:.0f} % of the "
-        "probability among all tokens; among the choices it is divided by that."
+        "probability among all tokens; among the choices each letter's is divided by that share."
     )
 
 

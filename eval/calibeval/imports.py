@@ -539,10 +539,10 @@ def read_lighteval(path: Path) -> Log:
 def _lighteval_model(path: Path) -> str:
     """The model's name: the folders between `details` and the one of the run's time."""
     folders = path.absolute().parent.parts[:-1]
-    if "details" in folders:
-        start = len(folders) - folders[::-1].index("details")
-        folders = folders[start:]
-    return "/".join(folders[-2:]) or "?"
+    if "details" not in folders:
+        return folders[-1]
+    start = len(folders) - folders[::-1].index("details")
+    return "/".join(folders[start:]) or "?"
 
 
 def lighteval_row(row: dict[str, Any], task: str) -> RawRecord:

@@ -235,7 +235,8 @@ class Sample:
     def weighted(cls, scores: Scores, weights: np.ndarray) -> "Sample":
         """Return R samples in which a question stands for others: `weights` (R, N), from 0.
 
-        They are a population's expected values, of which no metric but AURC needs whole answers.
+        They are a population's expected values. `aurc` and `rms_debiased`, which count answers,
+        are not defined of them, and raise `ValueError`.
         """
         return cls(scores, weights, has_whole_counts=False)
 
@@ -463,8 +464,13 @@ def rms_debiased(sample: Sample) -> np.ndarray:
 
     s_b² estimates the noise of Δ_b without bias, also where confidences differ within a bin; with
     one confidence a bin it is a_b (1 − a_b) / (n_b − 1) (Kumar et al. 2019, section 5). A bin of
-    one question does not tell its noise and counts as 0.
+    one question does not tell its noise and counts as 0. Weighted answers tell none, so they raise
+    `ValueError`.
     """
+    if not sample.has_whole_counts:
+        raise ValueError(
+            "rms_debiased: weighted answers tell no noise; give a sample of whole ones"
+        )
     return root_of_square(debiased_square(sample.bins))
 
 

@@ -310,6 +310,8 @@ def test_weights_are_no_counts():
             assert METRICS[name](Sample.weighted(scores, shares)) == pytest.approx(expected), name
     with pytest.raises(ValueError, match="weighted answers have no k surest"):
         measures.aurc(Sample.weighted(scores, shares))
+    with pytest.raises(ValueError, match="weighted answers tell no noise"):
+        measures.rms_debiased(Sample.weighted(scores, shares))
     with pytest.raises(ValueError, match=r"not whole numbers; Sample\.weighted takes others"):
         Sample.resampled(scores, shares)
 
