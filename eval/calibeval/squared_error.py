@@ -26,7 +26,7 @@ the excess off the variance of B + D:
     κ² = max(0, V − v min(2, 4 v / V)) / V
 
 Where V is much larger than v, it is mostly the gaps' own and little is taken off; taking off all of
-2 v everywhere covers 0.92 to 0.98 in simulation, since V is noisy, and this 0.95 to 0.98
+2 v everywhere covers 0.92 to 0.98 in simulation, since V is noisy, and this 0.94 to 0.99
 (tests/eval/interval_coverage.py). In a difference v and V are those of the difference's parts:
 where one model is over-confident and the other under-confident, their parts in B add up, and a
 factor for each model would lose that.
