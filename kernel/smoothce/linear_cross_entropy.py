@@ -110,14 +110,17 @@ def linear_cross_entropy(
 ) -> LossResult:
     """Cross-entropy of a linear classifier with label smoothing, without its N × V logits.
 
+        loss = linear_cross_entropy(hidden[:, :-1], weight, labels[:, 1:], label_smoothing=0.1)
+
+    for hidden states (B, T, D) and labels (B, T): the caller shifts labels. The loss is
+
         z_iv   = cap(logit_scale · C_v · E_i + b_v),    cap(z) = softcap · tanh(z / softcap)
         lse_i  = logsumexp_v z_iv
         loss_i = ω_i (lse_i − (1−β) z_i,y − β Σ_v u_v z_iv + ζ lse_i²)
 
     E_i is a token's hidden state and y its label; C_v and b_v are an entry's row of `weight` and
     its bias. The loss is in nats per token, and a scalar unless `reduction` is "none". With the
-    defaults it equals `F.cross_entropy(E @ C.T, y, label_smoothing=β)` computed in fp32. The caller
-    shifts labels.
+    defaults it equals `F.cross_entropy(E @ C.T, y, label_smoothing=β)` computed in fp32.
 
     The loss is defined by
 
@@ -147,27 +150,25 @@ def linear_cross_entropy(
     How it is computed is up to
 
     - `impl`: "auto", "reference", "chunked" or "triton". `explain` tells what a call takes.
-    - `workspace`: bytes of memory for the exact gradient of the Triton kernels; the other
-      implementations and the filter ignore it. The kernels make the gradients during the forward,
-      for some of the N tokens at a time, whose probabilities the workspace holds. That takes three
-      matrix products of this shape, or two where only one gradient is wanted. With 0 all logits are
-      computed twice instead, and so they are in fp16, with `return_lse`, with a softcap over 43.3,
-      and for a loss per token where the classifier or the bias wants a gradient. "auto" is as
-      follows, with few = max(D, 2048) tokens, and a quarter rounded up to whole tiles (128 tokens,
-      64 in fp32). `explain` says how many tokens and bytes that is.
+    - `workspace`: how many bytes the Triton kernels may take for the exact gradient. In them they
+      hold the probabilities of some tokens at a time, from which they make the gradients during the
+      forward. That takes three matrix products of this shape, or two where only one gradient is
+      wanted. `explain` says how many tokens and bytes a call takes. The other implementations and
+      the filter ignore `workspace`.
 
-          where                        tokens at a time    the classifier's gradient is summed
-          the classifier is frozen     2048
-          N / 4 ≤ few                  few                 in the inputs' dtype, in ≤ 4 parts
-          few < N / 4 ≤ 3 · few        N / 4               in the inputs' dtype, in 4 parts
-          3 · few < N / 4              few                 in fp32
+      "auto" holds the probabilities of max(D, 2048) tokens at a time, which take at least the bytes
+      of the classifier's gradient; or of a quarter of all tokens, where that is up to three times
+      as many; or of 2048 tokens, where the classifier is frozen. It does not look at how much
+      memory is free: where the GPU has too little, PyTorch raises OutOfMemoryError.
 
-      A number is an upper bound for the probabilities, of which there is a tile's at least. If it
-      cuts the tokens into more than 8 parts, the fp32 sums of the classifier's gradient (16-bit
-      inputs have them) must fit in as well. A number that is too small for min(N, 512) tokens
-      counts as 0, without a warning: `explain` says so, and which number is enough. "auto" does not
-      look at how much memory is free. Where the GPU has too little, PyTorch raises
-      OutOfMemoryError: give `workspace=0`.
+      0 takes little memory, and one product more, since the backward computes all logits a second
+      time. These calls do so whatever `workspace` is: in fp16, with `return_lse`, with a softcap
+      over 43.3, and a loss per token where the classifier or the bias wants a gradient.
+
+      Any other number is an upper bound for the probabilities, of which there is a tile's at least.
+      If it cuts the tokens into more than 8 parts, the classifier's gradient is summed in fp32 (for
+      16-bit inputs), and these sums must fit in as well. A number that is too small for min(N, 512)
+      tokens counts as 0, without a warning: `explain` says so, and which number is enough.
 
     - `filter_eps`: None for the exact gradient. A number lets the Triton kernels leave out small
       parts of it, which is faster. The classifier's rows are cut into blocks of 256 entries, or 128
@@ -301,7 +302,13 @@ def explain(
     **options: Unpack[LossKeywords],
 ) -> str:
     """Say in a sentence which implementation `linear_cross_entropy` takes for these inputs and
-    options, why it does, and how that one makes the gradient.
+    options, why it does, and how that one makes the gradient. For 8,192 tokens and a classifier of
+    256,000 by 2,304 in bf16, both of which want a gradient, it is on a GPU:
+
+        triton: the Triton kernels; 3 products: gradients are made in the forward, 2,048 of 8,192
+        tokens at a time, in a workspace of 1,048,576,000 bytes
+
+    A product is one matrix product of this shape, E Cᵀ, which says about how long it takes.
 
     The answer is that for a call outside `torch.compile`. Inside it the same implementation is
     taken, but gradients are made in the forward exactly where the loss is reduced, hidden states

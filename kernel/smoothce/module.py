@@ -12,9 +12,8 @@ class LinearCrossEntropy(nn.Module):
     """`linear_cross_entropy` with its options fixed. It has no parameters of its own.
 
     It takes those keywords of `linear_cross_entropy` that are the same for every call: all but
-    tensors and `process_group`. So a loss with a `smoothing_target`, `token_weights` or a split
-    vocabulary calls the function. Raises ValueError
-    and TypeError as that does.
+    tensors and `process_group`. For a loss with a `smoothing_target`, `token_weights` or a split
+    vocabulary call the function. Raises ValueError and TypeError as that does.
     """
 
     @spell_out_options

@@ -59,8 +59,8 @@ class Options:
           triton.grad_in_forward    `SmoothingRows`, `weigh_kernel`
           triton.filter_kernels     `tile_gradients`, `share_item`, `filtered_hidden_kernel`
 
-    - Where it changes the logits, as `softcap` and `logit_scale` do. Those which ask whether there
-      is a softcap do so because logits are then no longer linear in the hidden states:
+    - Where it changes the logits, as `softcap` and `logit_scale` do. Some of the functions below
+      ask whether there is a softcap, because logits are then no longer linear in the hidden states:
 
           reference                 `logits`
           chunked                   `_logits`, `_chunk`, `_add_products`, `_Walk`
@@ -79,13 +79,18 @@ class Options:
     - Whether it changes which gradients the forward can make: `plan_for` and `threshold` of
       `triton.plan`, `ctx.gradients_are_made` of `chunked`, `OperatorCall.step` of
       `compile_operator`.
-    - How patched models take it: as a keyword without being named, but for editors, which read
-      `PatchSettings` of `hf_patch.settings`. If it changes what a model is trained on, it counts in
-      `LossSettings.smooths`, and `hf_patch.head_forward` and `integrations.automodel` leave it out
-      of the loss that evaluation reports. Each module of `integrations` names the options it takes.
-    - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`, which
-      drops no block; tests/kernel/test_reference.py, which holds the definition against PyTorch;
-      and `test_unbiased_filter_is_right_in_the_mean` of tests/kernel/triton/test_filter.py.
+    - How patched models take it: its line in `PatchSettings` of `hf_patch.settings` makes it a
+      keyword, and nothing else has to name it. If it changes what a model is trained on, it counts
+      in `differences_from_upstream` there, and `hf_patch.head_forward` and `integrations.automodel`
+      leave it out of the loss that evaluation reports. Each module of `integrations` names the
+      options it takes. A tensor of one number a token, as `token_weights`, is no option but an
+      argument of each call: it would go through `LOSS_ARGUMENTS` of `hf_patch.fused_forward` and
+      all of `HeadForward`, and TRL, which counts all tokens alike (`trl_output`), has no place for
+      it.
+    - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`, where a
+      `filter_eps` is too small to drop a block; tests/kernel/test_reference.py, which holds the
+      definition against PyTorch; and, where blocks are dropped,
+      `test_unbiased_filter_is_right_in_the_mean` of tests/kernel/triton/test_filter.py.
     """
 
     label_smoothing: float = 0.0
@@ -360,7 +365,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
       kernels do not serve goes to `chunked`.
     - Its exponents: `lacks_gradient_range` here; `SAVED_POWERS` of `triton.plan` and
       `LEAST_PROBABILITY` of `triton.dproduct`, which hold for fp32 and bf16.
-    - Its size: `tile_set` of `triton.tiles`, which has fp32 and 16 bits. `has_fp32_sums` of
+    - Its size: `tile_set` of `triton.tiles`, which has fp32 and 16 bits. `can_sum_in_fp32` of
       `triton.plan`, `matmul_fp32` and `add_matmul_fp32` of `triton.dproduct`, `SmoothingRows` of
       `triton.grad_in_forward` (two numbers make one of fp32), `ALIGNED_NUMBERS` of
       `triton.recompute_backward` and `ALIGNED` of `triton.filter_kernels` know no other.

@@ -45,7 +45,7 @@ def language_like(
     confidence = low + (high - low) * uniform(tokens, 1)
     hidden = UNIGRAM_NORM * unigram_direction + context * normal(tokens, features)
     hidden += confidence * embedding[labels]
-    # Competitors are rarer words more often than labels are: √p instead of p.
+    # Labels are drawn by p, competitors by √p: rare words are competitors more often than labels.
     competitors = (
         unigram_log_p.mul(0.5)
         .exp()

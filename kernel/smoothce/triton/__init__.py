@@ -11,13 +11,14 @@ All share the walk over the vocabulary (`forward`), the packing of valid tokens 
 tile shapes (`tiles`).
 
 E are the hidden states, C is the classifier, dE and dC are their gradients. `tokens.Coefficients`
-defines S, `grad_in_forward` p̃, and `filtered` m, W and H. Pieces of the N tokens and V entries are
+defines S, `grad_in_forward` p̃ and û, and `filtered` R, m, W and H. Pieces of the N tokens and V
+entries are
 
     tile         tokens by entries that a program works on at a time; a token tile is its tokens
     block        of the vocabulary: the entries of a tile; what the filter computes or leaves out
     group        of the forward: token tiles whose hidden states stay in the cache together
-    part         of the tokens: those whose probabilities the workspace holds (`grad_in_forward`)
-    super-block  of the tokens: those that the other two ways pack together
+    part         of the tokens in `grad_in_forward`: those whose probabilities the workspace holds
+    super-block  of the tokens in the other two ways: those that are packed and worked on together
     chunk        of the vocabulary: entries whose S is in memory at a time (`recompute_backward`);
                  in smoothce.chunked: tokens whose logits are in memory at a time
     slice        of D: the columns of a gradient's tile (`filter_kernels`)
@@ -26,7 +27,7 @@ defines S, `grad_in_forward` p̃, and `filtered` m, W and H. Pieces of the N tok
 
 How gradients are summed, and in which dtypes:
 
-    S or p̃               in the input dtype, in every way; `filtered` rounds m, W and H to it too
+    S, p̃ or R            in the input dtype, in every way; `filtered` rounds m, W and H to it too
     dE                   in fp32; each row is rounded to the input dtype once
     dC, grad_in_forward  in the input dtype, rounded after each of about 8 parts of the tokens at
                          most (whole tiles may make a few more); or in fp32 over the parts and
@@ -53,7 +54,7 @@ from smoothce.options import Gradients, Inputs, InputTensors, LossOutput, Needs,
 from smoothce.triton import filtered, grad_in_forward, plan, recompute_backward
 from smoothce.triton.filtered import FilterState
 from smoothce.triton.forward import Results
-from smoothce.triton.forward_gradients import ForwardGradients, scale_gradients
+from smoothce.triton.made_gradients import MadeGradients, scale_gradients
 from smoothce.triton.recompute_backward import RecomputeState
 from smoothce.triton.tiles import INTERPRETED, Tiles, tiles_for
 from smoothce.triton.tokens import LossCall, valid_first
@@ -63,14 +64,15 @@ __all__ = ["describe", "filter_statistics", "loss", "unsupported"]
 
 # What a forward leaves for the backward: the way in which that makes gradients. None where no
 # gradient is wanted.
-State: TypeAlias = ForwardGradients | FilterState | RecomputeState | None
+State: TypeAlias = MadeGradients | FilterState | RecomputeState | None
 
 
 def loss(inputs: Inputs) -> LossOutput:
     """The loss of `reference.loss`; gradients are filtered as `options.filter_eps` says.
 
     The host waits for the device once, where the exact gradient is wanted: for the number of valid
-    tokens, which is counted before the forward's product. That keeps the device busy meanwhile."""
+    tokens. It asks when the forward's large kernel is launched already, which keeps the device busy
+    meanwhile (`tokens.ValidCounts`)."""
     call = call_for(inputs)
     return LossOutput(*TritonLoss.apply(*call.inputs.tensors, CallSettings.of(call)))
 
@@ -119,7 +121,7 @@ class TritonLoss(torch.autograd.Function):
         tensors = InputTensors(hidden, weight, labels, bias, smoothing_target, token_weights)
         call = settings.call_with(tensors)
         with torch.cuda.device_of(hidden):
-            output = forward_all(call)
+            output = run_planned_forward(call)
         ctx.settings = settings
         ctx.state = output.state
         ctx.save_for_backward(*tensors, output.loss_scale)
@@ -152,7 +154,7 @@ class TritonLoss(torch.autograd.Function):
                 torch.cuda.device_of(call.inputs.hidden),
                 torch.autocast(device.type, enabled=False),
             ):
-                gradients = backward_all(
+                gradients = run_prepared_backward(
                     call, ctx.state, upstream_loss.float(), upstream_lse, loss_scale
                 )
             if not graph_is_kept():
@@ -168,7 +170,7 @@ class ForwardOutput(NamedTuple):
     state: State
 
 
-def forward_all(call: LossCall) -> ForwardOutput:
+def run_planned_forward(call: LossCall) -> ForwardOutput:
     """Run the forward in the way that the plan chooses."""
     results = Results.allocate(call)
     chosen = plan.plan_for(call)
@@ -176,22 +178,22 @@ def forward_all(call: LossCall) -> ForwardOutput:
     match chosen.mode:
         case "none":
             # The forward that takes least; what it leaves for a backward is not kept.
-            recompute_backward.forward_all(call, results)
+            recompute_backward.forward_without_gradients(call, results)
             state = None
         case "filtered":
-            state = filtered.forward_all(call, results)
+            state = filtered.filtered_forward(call, results)
         case "grad_in_forward":
-            state = grad_in_forward.forward_all(
+            state = grad_in_forward.forward_with_gradients(
                 call, results, chosen.part_tokens, chosen.sum_in_fp32
             )
         case "recompute_backward":
-            state = recompute_backward.forward_all(call, results)
+            state = recompute_backward.forward_without_gradients(call, results)
         case _:
             assert_never(chosen.mode)
     return ForwardOutput(results, call.inputs.loss_scale(), state)
 
 
-def backward_all(
+def run_prepared_backward(
     call: LossCall,
     state: State,
     upstream_loss: Tensor,  # fp32, () or (N,)
@@ -200,16 +202,16 @@ def backward_all(
 ) -> Gradients:
     """The gradients that are wanted, in the way that the forward has prepared."""
     match state:
-        case ForwardGradients():
+        case MadeGradients():
             gradients = take_gradients(call, state)
             scale_gradients(gradients, upstream_loss)
             return gradients
         case FilterState():
             # `plan.threshold` leaves calls whose log-sum-exps have a gradient to the exact ways.
             assert upstream_lse is None
-            return filtered.backward_all(call, state, upstream_loss, loss_scale)
+            return filtered.filtered_backward(call, state, upstream_loss, loss_scale)
         case RecomputeState():
-            return recompute_backward.backward_all(
+            return recompute_backward.recompute_gradients(
                 call, state, upstream_loss, upstream_lse, loss_scale
             )
         case None:
@@ -218,15 +220,15 @@ def backward_all(
             assert_never(state)
 
 
-def take_gradients(call: LossCall, state: ForwardGradients) -> Gradients:
+def take_gradients(call: LossCall, state: MadeGradients) -> Gradients:
     """The gradients that the forward has made; a second backward makes them again, since the first
     has given them away."""
     gradients = state.gradients
     state.gradients = None
     if gradients is not None:
         return gradients
-    made_again = forward_all(call).state
-    assert isinstance(made_again, ForwardGradients)
+    made_again = run_planned_forward(call).state
+    assert isinstance(made_again, MadeGradients)
     assert made_again.gradients is not None
     return made_again.gradients
 

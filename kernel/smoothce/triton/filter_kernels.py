@@ -3,24 +3,25 @@
 
 `queue_kernel` works on the pairs that `filter_plan` lists. `block_sums_kernel` and
 `filtered_hidden_kernel` add what the low-rank model puts in place of the others. The mathematics is
-in kernel/DERIVATION.md ("The filter", "The filter's backward"), and the names here are its symbols:
-S, P, q, W and H, a block j, a token i, a vocabulary entry v. The upstream gradient g_i comes in two
-factors, `common_factor` and ĝ_i = g_i / common_factor, the latter in `relative`; `lift` is
-1 + 2ζ lse_i.
+in kernel/DERIVATION.md ("The filter", "The filter's backward"), and the names here are the symbols
+of `filtered`: R, P, q, W and H, a block j, a token i, a vocabulary entry v. The upstream gradient
+g_i comes in two factors, `common_factor` and ĝ_i = g_i / common_factor, the latter in `relative`;
+`lift` is 1 + 2ζ lse_i. Here R has ĝ_i in it. The common factor is that of whole sums over tokens or
+entries, which are multiplied by it at their end.
 
-What these kernels call S is the R of `filtered`, without the common factor, by which sums over
-tokens or entries are multiplied at their end. Without a softcap it has no smoothing term, which is
-the same for all tokens: H and the uniform row below stand for it.
+Without a softcap R has no smoothing term, which is the same for all tokens: H and the uniform row
+below stand for it. They have û, which is u, or 1 for every entry where u is uniform;
+`smoothing_factor` is κ, with κ û_v = β u_v.
 
 The queue has two kinds of items. A *tile* is up to ROWS listed tokens of one block: it makes their
-S, leaves it in a ring, and adds S C to dE. A *share* of a block's dC is Sᵀ E over all tiles of the
+R, leaves it in a ring, and adds R C to dE. A *share* of a block's dC is Rᵀ E over all tiles of the
 block, for some slices of D. Programs take items in order by a ticket, and an item only waits for
 items before it, so the kernel cannot lock up however few of its programs run at a time. The ring is
 bounded.
 
 Each block's tiles have two rows after the listed tokens. Both belong to the mean hidden state; f_v
 is the slope of its logits. The *profile's row* holds q_v f_v, where q is its softmax within the
-block. The *uniform row* holds u_v f_v, what the smoothing term of every token points to. So q, W
+block. The *uniform row* holds û_v f_v, what the smoothing term of every token points to. So q, W
 and H need no pass of their own over the classifier.
 
 (Kernels take no Python types, so mypy lets functions without annotations pass in this file.)
@@ -97,11 +98,11 @@ def tile_gradients(
     smoothing_factor, smoothing, scale, softcap,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """S of the rows of a tile, as far as this module has it, with f the slope ∂logit/∂product:
+    """R of the rows of a tile, with f the slope ∂logit/∂product:
 
-    row < n_listed         a listed token: its S, weighted by w and ĝ_i
+    row < n_listed         a listed token: its R
     row = n_listed         the profile: q_v f_v
-    row = n_listed + 1     the uniform row: u_v f_v
+    row = n_listed + 1     the uniform row: û_v f_v
     rows past these        0
 
     The profile's and the uniform row have no label, m = 0 and factors of 1 until they are set.
@@ -113,54 +114,54 @@ def tile_gradients(
     p_coefficient = coefficient + block.to(tl.int64) * padded + token
     m = tl.load(p_coefficient, mask=is_token, other=0.0).to(tl.float32)
     draw_weight = 1.0 - m / tl.maximum(tl.sum(p, 1), 1e-30)
-    s = p * draw_weight[:, None]
+    r = p * draw_weight[:, None]
     if lift is not None:
-        s *= tl.load(lift + token, mask=is_token, other=1.0)[:, None]
+        r *= tl.load(lift + token, mask=is_token, other=1.0)[:, None]
     if smoothing_target is None:
-        u = 1.0
+        u_hat = 1.0
     else:
-        u = tl.load(smoothing_target + v, mask=v < V, other=0.0)[None, :]
-    s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
+        u_hat = tl.load(smoothing_target + v, mask=v < V, other=0.0)[None, :]
+    r = tl.where(y[:, None] == v[None, :], r - (1.0 - smoothing), r)
     f = slope(logits2, scale, softcap)
     if softcap is not None:
         # The uniform term is then not the same for all tokens: listed pairs carry their own.
-        s = tl.where(is_token[:, None], s - smoothing_factor * u, s)
+        r = tl.where(is_token[:, None], r - smoothing_factor * u_hat, r)
     is_uniform = row == n_listed + 1
-    s = tl.where(is_uniform[:, None], u, s) * f
+    r = tl.where(is_uniform[:, None], u_hat, r) * f
     if relative is not None:
-        s *= tl.load(relative + token, mask=is_token, other=1.0)[:, None]
-    s = tl.where((row < n_listed + 2)[:, None], s, 0.0)
+        r *= tl.load(relative + token, mask=is_token, other=1.0)[:, None]
+    r = tl.where((row < n_listed + 2)[:, None], r, 0.0)
     if RAGGED:
-        s = tl.where((v < V)[None, :], s, 0.0)
-    return s
+        r = tl.where((v < V)[None, :], r, 0.0)
+    return r
 
 
 @triton.jit
-def store_profiles(profile, s, row, index, n_listed, v, V, ROWS: tl.constexpr):
-    """Write q f and u f, if their rows are among those of the block's tile `index`."""
+def store_profiles(profile, r, row, index, n_listed, v, V, ROWS: tl.constexpr):
+    """Write q f and û f, if their rows are among those of the block's tile `index`."""
     if (index * ROWS <= n_listed) & (n_listed < (index + 1) * ROWS):
-        q_f = tl.sum(tl.where((row == n_listed)[:, None], s, 0.0), 0)
+        q_f = tl.sum(tl.where((row == n_listed)[:, None], r, 0.0), 0)
         tl.store(profile + v, q_f, mask=v < V)
     if (index * ROWS <= n_listed + 1) & (n_listed + 1 < (index + 1) * ROWS):
-        u_f = tl.sum(tl.where((row == n_listed + 1)[:, None], s, 0.0), 0)
-        tl.store(profile + V + v, u_f, mask=v < V)
+        u_hat_f = tl.sum(tl.where((row == n_listed + 1)[:, None], r, 0.0), 0)
+        tl.store(profile + V + v, u_hat_f, mask=v < V)
 
 
 @triton.jit
 def add_to_hidden_sums(
-    acc, s, acc_row, is_used,  # (ROWS,) the row of `acc` that each row of S adds to, and whether
+    acc, r, acc_row, is_used,  # (ROWS,) the row of `acc` that each row of R adds to, and whether
     weight, entry, V,
     D: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add S · C[entry : entry + WIDTH] to rows of `acc`, with atomics."""
+    """Add R · C[entry : entry + WIDTH] to rows of `acc`, with atomics."""
     column = tl.arange(0, SLICE)
     p_acc = acc + acc_row.to(tl.int64)[:, None] * D + column[None, :]
     for d in tl.range(0, D, SLICE, num_stages=STAGES):
         c = load_tile(weight, entry, d, V, D, WIDTH, SLICE, TMA)
-        part = tl.dot(s, c, input_precision=PRECISION)
+        products = tl.dot(r, c, input_precision=PRECISION)
         inside = is_used[:, None] & (d + column < D)[None, :]
-        tl.atomic_add(p_acc + d, part, mask=inside, sem="relaxed")
+        tl.atomic_add(p_acc + d, products, mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -178,7 +179,7 @@ def tile_item(
     RING: tl.constexpr, HIDDEN_STAGES: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The block's tile number `index`: make S, leave it in the ring for dC, and add S C to dE.
+    """The block's tile number `index`: make R, leave it in the ring for dC, and add R C to dE.
 
     Its `row`s count the block's rows: listed tokens, the profile's row, the uniform row."""
     tile = begin + index
@@ -207,7 +208,7 @@ def tile_item(
     has_other_rows = (index + 1) * ROWS > n_listed
     if has_other_rows:
         softmax_lse2 = tl.where(is_token, softmax_lse2, lse_within_block(logits2))
-    s = tile_gradients(
+    r = tile_gradients(
         logits2, softmax_lse2,
         block, row, token, is_token, n_listed, v,
         coefficient, padded, V,
@@ -215,13 +216,13 @@ def tile_item(
         smoothing_factor, smoothing, scale, softcap, RAGGED,
     )  # fmt: skip
     if has_other_rows:
-        store_profiles(profile, s, row, index, n_listed, v, V, ROWS)
+        store_profiles(profile, r, row, index, n_listed, v, V, ROWS)
 
-    s = s.to(hidden.dtype.element_ty)
+    r = r.to(hidden.dtype.element_ty)
     if d_weight is not None:
         slot_row = (tile % RING) * ROWS + tl.arange(0, ROWS)
         tl.store(ring_source + slot_row, source)
-        tl.store(ring + slot_row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], s)
+        tl.store(ring + slot_row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], r)
     signal(tiles_done + block)
 
     if acc is not None:
@@ -230,7 +231,7 @@ def tile_item(
         uniform_row = padded + blocks + block if softcap is not None else padded + blocks
         acc_row = tl.where(is_token, token, tl.where(is_uniform, uniform_row, padded + block))
         add_to_hidden_sums(
-            acc, s, acc_row, row < n_listed + 2,
+            acc, r, acc_row, row < n_listed + 2,
             weight_slices, block * WIDTH, V, D, WIDTH, SLICE, HIDDEN_STAGES, TMA, PRECISION,
         )  # fmt: skip
 
@@ -242,20 +243,20 @@ def listed_weight_sums(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sᵀ E of a block's listed tokens and one slice of D, (WIDTH, SLICE) in fp32."""
+    """Rᵀ E of a block's listed tokens and one slice of D, (WIDTH, SLICE) in fp32."""
     entry = tl.arange(0, WIDTH)
     sums = tl.zeros((WIDTH, SLICE), tl.float32)
     # Indices are read one step ahead, so that the gathers they lead to can be pipelined.
     source = tl.load(ring_source + (begin % RING) * ROWS + step, mask=step < n_listed, other=0)
     for row in range(0, n_listed, STEP):
         slot_row = ((begin + row // ROWS) % RING) * ROWS + row % ROWS + step
-        s = tl.load(ring + slot_row[:, None] * WIDTH + entry[None, :])
+        r = tl.load(ring + slot_row[:, None] * WIDTH + entry[None, :])
         inside = (row + step < n_listed)[:, None]
         if D % SLICE != 0:
             inside = inside & (column < D)[None, :]
         p_e = hidden + source.to(tl.int64)[:, None] * D + column[None, :]
         e = tl.load(p_e, mask=inside, other=0.0)
-        sums = tl.dot(tl.trans(s), e, sums, input_precision=PRECISION)
+        sums = tl.dot(tl.trans(r), e, sums, input_precision=PRECISION)
         next_row = row + STEP
         slot_row = ((begin + next_row // ROWS) % RING) * ROWS + next_row % ROWS + step
         source = tl.load(ring_source + slot_row, mask=next_row + step < n_listed, other=0)
@@ -272,8 +273,8 @@ def share_item(
     ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The block's share number `index` of dC, written once: Sᵀ E of the listed tokens, and the
-    rank-one terms of q f and u f. All have ĝ_i in them, and `common_factor` comes at the end."""
+    """The block's share number `index` of dC, written once: Rᵀ E of the listed tokens, and the
+    rank-one terms of q f and û f. All have ĝ_i in them, and `common_factor` comes at the end."""
     shares = tl.load(n_shares + block)
     wait_for(tiles_done + block, (n_listed + 2 + ROWS - 1) // ROWS)
     step = tl.arange(0, STEP)
@@ -317,15 +318,15 @@ def queue_kernel(
     order, labels, lse2,  # of the super-block's `PackedTokens`
     relative, lift, common_factor, hidden_sum,  # the `Upstream`
     coefficient, listed_tokens, listed,  # the `PairPlan`
-    ring, ring_source,  # (RING, ROWS, WIDTH) S of tiles, (RING, ROWS) where their hidden states are
-    profile,  # (2, V) written: q f and u f, with f the slope
+    ring, ring_source,  # (RING, ROWS, WIDTH) R of tiles, (RING, ROWS) where their hidden states are
+    profile,  # (2, V) written: q f and û f, with f the slope
     profile_sums,  # (blocks, D) Σ_i m_ij ĝ_i lift_i E_i
     uniform_sums,  # (blocks, D) Σ_i ĝ_i E_i of dropped pairs; None without a softcap
     acc,  # (·, D) sums of dE, from row `padded` on W, from `padded + blocks` on H; or None
     d_weight,  # (V, D), or None
     mean_start: tl.int64,  # where the mean hidden state is, in numbers from `hidden`
     padded, blocks, V,
-    smoothing_factor,  # β u_v where u is uniform, β where `smoothing_target` holds u
+    smoothing_factor,  # κ
     smoothing, scale, softcap,
     ALIGNED: tl.constexpr, RAGGED: tl.constexpr, ACCUMULATE: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
@@ -414,12 +415,12 @@ def block_sums_kernel(
 def filtered_hidden_kernel(
     coefficient,  # (blocks, padded) m_ij
     order, relative, lift, common_factor, valid_count,
-    acc,  # (padded, D) sums of S C over listed pairs
+    acc,  # (padded, D) sums of R C over listed pairs
     profiles,  # (blocks, D) W
     uniforms, uniform_sum,  # H: (blocks, D) of each block, or None without a softcap; (D,) of all
     out,  # (N, D) written: dE
     n_order, padded, blocks,
-    smoothing_factor,  # β u_v where u is uniform, β where H holds u
+    smoothing_factor,  # κ
     ROWS: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -9,9 +9,10 @@ A pair is kept when it holds the label, or when s_ij = √(P_ij · max_v p_iv), 
 2-norm of the pair's probabilities, reaches the block's threshold ε_j. Any other pair is drawn with
 probability s_ij / ε_j, so that gradients stay unbiased. ε_j is the caller's ε, but lower where the
 block's norms sum to less than DRAWN · ε, so that about DRAWN of its pairs are listed in any case.
-Kept and drawn pairs are *listed*: each block
-has a list of its tokens. Every pair has a coefficient m_ij for the low-rank model, which stands in
-for what is not recomputed. Its sign says what became of the pair, since P > 0 and w > 1:
+Kept and drawn pairs are *listed*: each block has a list of its tokens.
+
+Every pair has a coefficient m_ij for the low-rank model, which stands in for what is not
+recomputed. Its sign says what became of the pair, since P > 0 and w > 1:
 
     kept                  m = 0
     drawn with weight w   m = (1 − w) P < 0
@@ -125,7 +126,7 @@ def plan_kernel(
     block_lse, coefficient, block_max, listed_tokens,
     listed,  # (blocks,) written
     lse2, label_logit, labels, valid_count,  # of the super-block's `PackedTokens`
-    padded, log_eps,  # the caller's ε in base 2
+    padded, log2_eps,  # of the caller's ε
     DRAWN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program finds one block's threshold, then its list of tokens and all its coefficients.
@@ -139,7 +140,7 @@ def plan_kernel(
 
     # A block in which all norms are small must not be left to a handful of draws.
     sum_of_norms = 0.0
-    eps = tl.exp2(log_eps)
+    eps = tl.exp2(log2_eps)
     for start in range(0, padded, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < padded
@@ -150,7 +151,7 @@ def plan_kernel(
         relative_lse2 -= reference_logit2(label_logit2)
         norm = tl.minimum(tl.exp2(0.5 * (log_max + log_mass) - relative_lse2), eps)
         sum_of_norms += tl.sum(tl.where(token < n_valid, norm, 0.0), 0)
-    block_log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
+    block_log2_eps = tl.minimum(log2_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
 
     n_listed = 0
     for start in range(0, padded, BLOCK):
@@ -166,15 +167,15 @@ def plan_kernel(
         # Σ p² over the block ≤ largest p · mass = s², so what is dropped has a 2-norm below ε_j.
         log_norm = 0.5 * (log_max + log_mass) - relative_lse2
         is_token = token < n_valid
-        reaches_eps = log_norm >= block_log_eps
+        reaches_eps = log_norm >= block_log2_eps
         holds_label = (y >= 0) & (y // WIDTH == block)
         kept = is_token & (reaches_eps | holds_label)
         # A dropped pair never reads as kept, however small its mass.
         mass = tl.maximum(tl.exp2(log_mass - relative_lse2), 1e-30)
         # 1 / w = s / ε_j, so that the softmax that is added in the mean is the true one.
-        drawn = draw(seed, token, block) < tl.exp2(log_norm - block_log_eps)
+        drawn = draw(seed, token, block) < tl.exp2(log_norm - block_log2_eps)
         # (1 − w) P, which is negative, or P
-        m = tl.where(drawn, mass * (1.0 - tl.exp2(block_log_eps - log_norm)), mass)
+        m = tl.where(drawn, mass * (1.0 - tl.exp2(block_log2_eps - log_norm)), mass)
         m = tl.where(is_token & (kept == 0), m, 0.0)
         is_listed = kept | (drawn & is_token)
         flag = is_listed.to(tl.int32)
@@ -219,7 +220,7 @@ def plan_pairs(
         labels=tokens.labels,
         valid_count=tokens.valid_count,
         padded=padded,
-        log_eps=math.log2(eps),
+        log2_eps=math.log2(eps),
         DRAWN=DRAWN,
         WIDTH=tiles.width,
         BLOCK=1024,
@@ -277,7 +278,13 @@ def items_kernel(
     and before those of all other blocks. So `reach` tiles or fewer stand between the begin of r's
     tiles and r's shares, mostly enough to find r's tiles done. `reach` is no more than the ring
     holds: the shares that free the slot a tile takes stand before that tile, and the queue cannot
-    lock up. A place in the queue is the number of items before it:
+    lock up. For example, with reach = 4, of three blocks of two, one and three tiles (T) and a
+    share (S) each:
+
+        T0 T0 T1 S0 T2 T2 T2 S1 S2
+
+    S0 comes after T1, with which three tiles have ended, but before T2, with which six have, and
+    0 + reach is 4. A place in the queue is the number of items before it:
 
         of a tile of b     the tiles before it, and the shares of all r < r₀, where r₀ is the
                            smallest r with b ≤ r or first_tile[r] ≥ tile_end[b] − reach
@@ -337,7 +344,7 @@ def schedule(
     padded: int,
     slices: int,  # of D in a block's weight gradient, 0 where it is not wanted
     tiles: Tiles,
-    ring: int,  # tiles whose S may wait for their shares of dC
+    ring: int,  # tiles whose R may wait for their shares of dC
 ) -> Schedule:
     """Put every block's tiles and the shares of its weight gradient in order."""
     blocks = len(listed)

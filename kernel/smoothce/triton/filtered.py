@@ -37,7 +37,7 @@ from smoothce.options import Gradients
 from smoothce.triton.filter_kernels import block_sums_kernel, filtered_hidden_kernel, queue_kernel
 from smoothce.triton.filter_plan import PairPlan, plan_pairs, schedule
 from smoothce.triton.forward import Results, run_forward
-from smoothce.triton.forward_gradients import ForwardGradients
+from smoothce.triton.made_gradients import MadeGradients
 from smoothce.triton.recompute_backward import SUPER_BLOCK_TOKENS
 from smoothce.triton.tiles import descriptor, programs
 from smoothce.triton.tokens import (
@@ -78,9 +78,9 @@ class FilterState(NamedTuple):
 class QueueMemory(NamedTuple):
     """What `queue_kernel` works in and writes. Fields have the names of its parameters."""
 
-    ring: Tensor  # (·, width) in the inputs' dtype: S of tiles until dC has read it
+    ring: Tensor  # (·, width) in the inputs' dtype: R of tiles until dC has read it
     ring_source: Tensor  # (·,) int32: where each row's hidden state is
-    profile: Tensor  # (2, V) fp32: q f and u f, with f the slope
+    profile: Tensor  # (2, V) fp32: q f and û f, with f the slope and û as in `filter_kernels`
     # (·, D) fp32, or None where dE is not wanted: for each token its sum over listed pairs, then W
     # of each block, then H, of each block under a softcap and else of all together.
     acc: Tensor | None
@@ -139,7 +139,7 @@ def plan_super_blocks(
         del tokens, filter_statistics  # before the next super-block takes its memory
 
 
-def forward_all(call: LossCall, results: Results) -> FilterState | ForwardGradients:
+def filtered_forward(call: LossCall, results: Results) -> FilterState | MadeGradients:
     """Fill in the results. What the backward needs is returned: plans, or gradients already."""
     order, valid_count = valid_first(call)
     loss_scale = call.inputs.loss_scale()
@@ -150,10 +150,10 @@ def forward_all(call: LossCall, results: Results) -> FilterState | ForwardGradie
     for tokens, pairs in plan_super_blocks(call, results, order, valid_count):
         gradients.add(tokens, pairs, upstream_gradient(call, tokens, upstream_loss, loss_scale))
         del tokens, pairs  # before the next super-block takes its memory
-    return ForwardGradients(gradients.result())
+    return MadeGradients(gradients.result())
 
 
-def backward_all(
+def filtered_backward(
     call: LossCall,
     state: FilterState,
     upstream_loss: Tensor,  # fp32, () or (N,)
@@ -290,8 +290,9 @@ class FilteredGradients:
         queue = schedule(pairs.listed, padded, slices, tiles, ring_tiles)
         assert tokens.mean is not None
         # The kernel gathers the mean as one more row of `hidden`, at this distance, which is
-        # negative where the mean was allocated below. Both begin at a multiple of their numbers'
-        # size.
+        # negative where the mean was allocated below. `tokens` holds the mean and `call` the hidden
+        # states until the kernel is launched, and PyTorch gives freed memory to later kernels of
+        # the stream only. Both begin at a multiple of their numbers' size.
         mean_start = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
         queue_kernel[(programs(hidden.device),)](
             **queue._asdict(),

@@ -298,7 +298,7 @@ class Results:
             argmax=torch.empty_like(labels, dtype=torch.int64),
         )
 
-    def part(self, where: slice) -> "Results":
+    def of_tokens(self, where: slice) -> "Results":
         """The results of these tokens, in the same memory."""
         return Results(
             losses=self.losses[where],

@@ -9,19 +9,21 @@ lse_i) and the token's coefficients a, b
     dE_i = scale (w_i Σ_v p̃_iv C_v − b_i ((1−β) C_y + β Σ_v u_v C_v))
     dC_v = scale (Σ_i p̃_iv w_i E_i − (1−β) Σ_{i: y_i = v} b_i E_i − β u_v Σ_i b_i E_i)
 
-are two products with p̃ itself, so that no pass turns probabilities into S (`tokens.Coefficients`):
+are two products with p̃ itself, so that no pass turns probabilities into S (`tokens.Coefficients`).
+The smoothing terms are of rank one, and take part in them as a row before the first token's. That
+row is û, which is u, or 1 for every entry where u is uniform, since 1 is exact in 16 bits. With κ,
+`LossCall.smoothing_factor`, it is κ û_v = β u_v, and the two products are
 
-    [ u ]            [ Σ_v u_v C_v     ]          [ u ]ᵀ  [ −β Σ_i b_i E_i ]
-    [ p̃ ]  ·  C  =  [ Σ_v p̃_iv C_v   ]          [ p̃ ]  · [ w_i E_i        ]  =  dC / scale
+    [ û ]            [ Σ_v û_v C_v     ]          [ û ]ᵀ  [ s             ]
+    [ p̃ ]  ·  C  =  [ Σ_v p̃_iv C_v   ]          [ p̃ ]  · [ w_i scale E_i ]  =  dC
 
-u lies in the workspace before the first token's row, as if it were a token's p̃. In the first
-product it gives the mean that dE takes; in the second it gives dC the smoothing term of all tokens.
-dE's other terms are added in fp32 when its row is rounded. For dC the label's p̃ becomes
-p̃ − (1−β) b_i / w_i, one number a token.
+where s = −κ scale Σ_i b_i E_i, over the tokens of all parts. The first gives κ Σ_v û_v C_v, the
+mean that dE takes; the second gives dC its smoothing term. dE's other terms are added in fp32 when
+its row is rounded. For dC the label's p̃ becomes p̃ − (1−β) b_i / w_i, one number a token.
 
-u and −β Σ_i b_i E_i are each the sum of two 16-bit numbers, which takes three rows
-(`SmoothingRows`). The bias's gradient is a product too, Σ_i p̃_iv w_i. Its factors w_i are rounded
-to 16 bits once, and so is −β Σ_i b_i beside u.
+û and s are each the sum of two 16-bit numbers, so that the one row is three (`SmoothingRows`). The
+bias's gradient is a product too, Σ_i p̃_iv w_i. Its factors w_i are rounded to 16 bits once, and so
+is −κ Σ_i b_i beside û.
 
 Under a softcap ∂logit/∂product differs from logit to logit: there such a pass makes S, in place,
 and the smoothing term is in it.
@@ -44,7 +46,7 @@ from smoothce.triton.dproduct import (
     write_hidden_from_probabilities,
 )
 from smoothce.triton.forward import Results, SavedProbabilities, run_forward
-from smoothce.triton.forward_gradients import ForwardGradients
+from smoothce.triton.made_gradients import MadeGradients
 from smoothce.triton.tiles import LOG2E
 from smoothce.triton.tokens import (
     Coefficients,
@@ -58,10 +60,10 @@ from smoothce.triton.tokens import (
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-# Rows of the workspace before the first token's: three hold u, the others zeros. Eight of them
+# Rows of the workspace before the first token's: three hold û, the others zeros. Eight of them
 # leave the tokens' rows as aligned as the workspace is.
 LEAD = 8
-# The rows that hold u, each named for the term of `SmoothingRows`'s product that it has.
+# The rows that hold û, each named for the term of `SmoothingRows`'s product that it has.
 U_HIGH_S_HIGH = 0
 U_HIGH_S_LOW = 1
 U_LOW_S_HIGH = 2
@@ -134,9 +136,9 @@ def weigh_kernel(
         )
 
 
-def forward_all(
+def forward_with_gradients(
     call: LossCall, results: Results, part_tokens: int, sum_in_fp32: bool
-) -> ForwardGradients:
+) -> MadeGradients:
     """Fill in the results and make the gradients, `part_tokens` tokens at a time.
 
     With `sum_in_fp32` dC is summed in fp32 over the parts; otherwise each part rounds it."""
@@ -147,18 +149,18 @@ def forward_all(
     for i, (where, (order, valid_count)) in enumerate(zip(places, orders, strict=True)):
         part_call = call.of_tokens(where)
         tokens, packed = gather(part_call, order, valid_count)
-        own_results = results.part(where)
+        own_results = results.of_tokens(where)
         run_forward(part_call, packed, tokens, own_results, saved=maker.workspace.saved)
         # asked for after the large kernel's launch, so that the device is busy meanwhile
         n_valid = counts.values()[i]
         maker.add(Part.of(part_call, where, tokens, packed, n_valid))
         del tokens, packed  # before the next part takes their memory
-    return ForwardGradients(maker.sums.result(call))
+    return MadeGradients(maker.sums.result(call))
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """The memory that holds some tokens' probabilities, and u before them."""
+    """The memory that holds some tokens' probabilities, and û before them."""
 
     memory: Tensor  # (LEAD + tokens, blocks · width) in the inputs' dtype
     saved: SavedProbabilities  # the tokens' rows of it, which the forward writes
@@ -178,7 +180,7 @@ class Workspace:
         return self.memory[LEAD : LEAD + n, : self.entries]
 
     def rows_with_lead(self, n: int) -> Tensor:
-        """The same behind the rows of u, (LEAD + n, V)."""
+        """The same after the rows of û, (LEAD + n, V)."""
         return self.memory[: LEAD + n, : self.entries]
 
 
@@ -212,44 +214,42 @@ class SmoothingRows:
     """Rows of the workspace by which the smoothing term −β u_v b_i of all tokens, of rank one, is a
     part of the products. There are none without smoothing, nor under a softcap.
 
-    `smoothing_factor` times u is β u_v, where u is 1 for every entry if it is uniform, and so exact
-    in 16 bits. dC takes u_v s for s = −smoothing_factor · scale · Σ_i b_i E_i. In 16 bits
-    u = u_hi + u_lo and s = s_hi + s_lo are sums of two numbers, and of their product the smallest
-    term is left out:
+    The module's docstring says what û, s and κ are. In 16 bits û = û_hi + û_lo and s = s_hi + s_lo
+    are sums of two numbers, and of their product the smallest term is left out:
 
-        u s ≈ u_hi s_hi + u_hi s_lo + u_lo s_hi
+        û s ≈ û_hi s_hi + û_hi s_lo + û_lo s_hi
 
-    So there are three rows of u in the workspace, beside three rows of s among the hidden states
+    So there are three rows of û in the workspace, beside three rows of s among the hidden states
     that dC's product takes:
 
-        row             of u    of s    of the bias's factors
-        U_HIGH_S_HIGH   u_hi    s_hi    s_b
-        U_HIGH_S_LOW    u_hi    s_lo    0
-        U_LOW_S_HIGH    u_lo    s_hi    s_b
+        row             of û    of s    of the bias's factors
+        U_HIGH_S_HIGH   û_hi    s_hi    s_b
+        U_HIGH_S_LOW    û_hi    s_lo    0
+        U_LOW_S_HIGH    û_lo    s_hi    s_b
 
-    where s_b = −smoothing_factor · Σ_i b_i, since the bias is added after the scale. It has no low
-    part, since the tokens' factors w_i beside it are rounded to 16 bits once as well. dE takes
-    Σ_v u_v C_v, for which the first and the last row are enough."""
+    where s_b = −κ Σ_i b_i, since the bias is added after the scale. It has no low part, since the
+    tokens' factors w_i beside it are rounded to 16 bits once as well. dE takes Σ_v û_v C_v, for
+    which the first and the last row are enough."""
 
-    smoothing_factor: float  # of `LossCall`
+    smoothing_factor: float  # κ
     hidden_sum: Tensor  # (D,) fp32, Σ_i b_i E_i over the parts so far
     coefficient_sum: Tensor  # () fp32, Σ_i b_i over the parts so far
     mean_weight: Tensor | None = None  # (D,) fp32 β Σ_v u_v C_v, from the first part on
 
     @classmethod
     def written_into(cls, workspace: Workspace, call: LossCall) -> "SmoothingRows":
-        """Write u into the workspace's first rows."""
+        """Write û into the workspace's first rows."""
         weight = call.inputs.weight
         v, d = weight.shape
-        u = call.inputs.smoothing_target
-        if u is None:
-            u = weight.new_ones(v, dtype=torch.float32)
-        high = u.to(weight.dtype)
+        u_hat = call.inputs.smoothing_target
+        if u_hat is None:
+            u_hat = weight.new_ones(v, dtype=torch.float32)
+        high = u_hat.to(weight.dtype)
         memory = workspace.memory
         memory[:LEAD].zero_()
         memory[U_HIGH_S_HIGH, :v] = high
         memory[U_HIGH_S_LOW, :v] = high
-        memory[U_LOW_S_HIGH, :v] = u - high.float()
+        memory[U_LOW_S_HIGH, :v] = u_hat - high.float()
         return cls(
             call.smoothing_factor,
             hidden_sum=weight.new_zeros(d, dtype=torch.float32),
@@ -257,7 +257,8 @@ class SmoothingRows:
         )
 
     def take_mean_weight(self, products: Tensor) -> None:
-        """Note β Σ_v u_v C_v from the first rows of the product (LEAD + n, V) · C."""
+        """Note β Σ_v u_v C_v, which is κ Σ_v û_v C_v, from the first rows of the product
+        (LEAD + n, V) · C."""
         mean_weight = products[U_HIGH_S_HIGH] + products[U_LOW_S_HIGH]
         self.mean_weight = self.smoothing_factor * mean_weight
 
@@ -267,7 +268,7 @@ class SmoothingRows:
         self.coefficient_sum += label_coefficients.sum()
 
     def write_factors(self, states: Tensor, weights: Tensor, scale: float) -> None:
-        """Write what dC's product and the bias's take beside the rows of u: s into the first rows
+        """Write what dC's product and the bias's take beside the rows of û: s into the first rows
         of `states`, (·, D), and s_b into those of `weights`, (·,)."""
         s = -self.smoothing_factor * scale * self.hidden_sum
         states[U_HIGH_S_HIGH] = s  # which rounds it

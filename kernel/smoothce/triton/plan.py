@@ -122,8 +122,20 @@ def workspace_capacity(call: LossCall) -> Capacity:
 
     In 16 bits dC is rounded after each part of the tokens. Where that would be more than
     MOST_ROUNDINGS times, it is summed in fp32 instead, and the sums take some of the bytes that
-    were asked for. Small things are not counted: the rows of u, one offset for each token and
-    block, and a part's hidden states and products."""
+    were asked for. Small things are not counted: the rows of û, one offset for each token and
+    block, and a part's hidden states and products.
+
+    "auto" is as follows. `few` are max(D, BUSY_TOKENS) tokens, since the probabilities of D tokens
+    take as many bytes as dC. A quarter of the N tokens is rounded up to whole tiles, since with
+    less a fifth part would be left.
+
+        where                        tokens at a time    dC is summed
+        the classifier is frozen     BUSY_TOKENS         not at all
+        N / 4 ≤ few                  few                 in the inputs' dtype, in ≤ 4 parts
+        few < N / 4 ≤ 3 · few        N / 4               in the inputs' dtype, in 4 parts
+        3 · few < N / 4              few                 in fp32: with few tokens at a time this
+                                                         takes less than a quarter of the tokens
+    """
     n = len(call.inputs.labels)
     d = call.inputs.weight.shape[1]
     workspace = call.inputs.options.workspace
@@ -131,24 +143,23 @@ def workspace_capacity(call: LossCall) -> Capacity:
     if isinstance(workspace, str):  # "auto"
         if not call.needs.weight:
             return Capacity(BUSY_TOKENS, sum_in_fp32=False)
-        # The probabilities of D tokens take as many bytes as dC.
         few = max(d, BUSY_TOKENS)
         quarter = cdiv(n, 4)
-        if quarter > 3 * few:  # then fp32 sums and few tokens at a time take less
-            return Capacity(few, has_fp32_sums(call))
-        # Rounded up to whole tiles, since less than a quarter would leave a fifth part.
+        if quarter > 3 * few:
+            return Capacity(few, can_sum_in_fp32(call))
         quarter = cdiv(quarter, call.tiles.rows) * call.tiles.rows
         return Capacity(max(quarter, few), sum_in_fp32=False)
 
     most = workspace // bytes_of_token(call)
-    if most and cdiv(n, most) > MOST_ROUNDINGS and has_fp32_sums(call):
+    if most and cdiv(n, most) > MOST_ROUNDINGS and can_sum_in_fp32(call):
         beside_sums = max(workspace - bytes_of_fp32_sums(call), 0)
         return Capacity(beside_sums // bytes_of_token(call), sum_in_fp32=True)
     return Capacity(most, sum_in_fp32=False)
 
 
-def has_fp32_sums(call: LossCall) -> bool:
-    """Whether dC is summed in fp32 where it has many parts: it is wanted, and in 16 bits."""
+def can_sum_in_fp32(call: LossCall) -> bool:
+    """Whether sums of dC in fp32 would be better than those in its own dtype: where it is wanted,
+    and has 16 bits."""
     return call.needs.weight and call.inputs.weight.element_size() < 4
 
 
@@ -176,7 +187,7 @@ def reason_of_small_workspace(call: LossCall) -> str:
     most = workspace // bytes_of_token(call)
     # As many tokens at a time that no more roundings are needed, or fewer and fp32 sums.
     enough = max(cdiv(n, MOST_ROUNDINGS), least) * bytes_of_token(call)
-    if not has_fp32_sums(call):
+    if not can_sum_in_fp32(call):
         enough = least * bytes_of_token(call)
     else:
         enough = min(enough, least * bytes_of_token(call) + bytes_of_fp32_sums(call))

@@ -18,7 +18,8 @@ character is one of the 16 numbers of dC's memory:
 Only valid tokens are in E and S: they are packed before and spread out again afterwards. No atomics
 and no order that depends on timing, so equal inputs give equal bits.
 
-A call without gradients takes `forward_all` of this module too, which keeps least.
+A call that wants no gradients takes `forward_without_gradients` of this module too, which keeps
+least.
 """
 
 from collections.abc import Iterator
@@ -80,8 +81,8 @@ def super_blocks(n_tokens: int) -> list[slice]:
     return token_slices(n_tokens, SUPER_BLOCK_TOKENS)
 
 
-def forward_all(call: LossCall, results: Results) -> RecomputeState:
-    """Fill in the results; returns what the backward needs, if there is to be one."""
+def forward_without_gradients(call: LossCall, results: Results) -> RecomputeState:
+    """Fill in the results; returns what `recompute_gradients` needs, if gradients are wanted."""
     places = super_blocks(len(call.inputs.labels))
     orders = [valid_first(call.of_tokens(where)) for where in places]
     counts = []
@@ -91,7 +92,7 @@ def forward_all(call: LossCall, results: Results) -> RecomputeState:
     for where, (order, valid_count) in zip(places, orders, strict=True):
         super_block_call = call.of_tokens(where)
         tokens, packed = gather(super_block_call, order, valid_count)
-        run_forward(super_block_call, packed, tokens, results.part(where))
+        run_forward(super_block_call, packed, tokens, results.of_tokens(where))
         state.super_blocks.append(tokens)
         del packed  # before the next super-block takes its memory
     return state
@@ -106,14 +107,14 @@ class ClassifierGradients:
     begun: bool = False
 
 
-def backward_all(
+def recompute_gradients(
     call: LossCall,
     state: RecomputeState,
     upstream_loss: Tensor,  # fp32, () or (N,)
     upstream_lse: Tensor | None,  # (N,)
     loss_scale: Tensor,  # ()
 ) -> Gradients:
-    """The gradients that are wanted."""
+    """The gradients that are wanted, made in the backward."""
     inputs = call.inputs
     hidden = inputs.hidden
     v, d = inputs.weight.shape

@@ -37,11 +37,11 @@ class Tiles:
     pair_rows: int = 128  # gathered tokens of a tile
     pair_depth: int = 64  # step along D
     pair_stages: int = 3
-    hidden_stages: int = 2  # pipeline stages of the loop over D that takes S to dE
+    hidden_stages: int = 2  # pipeline stages of the loop over D that takes R to dE
     slice: int = 128  # width along D of a gradient's tile
     step: int = 64  # step along tokens of the weight gradient
     low_rank_blocks: int = 128  # vocabulary blocks of a tile of the low-rank products
-    ring: int = 192  # tiles of S that may wait for their weight gradient
+    ring: int = 192  # tiles of R that may wait for their weight gradient
 
     tma: bool = True  # whether loads go through the tensor memory accelerator, or else by pointers
     precision: str = "ieee"  # of fp32 products
@@ -54,11 +54,10 @@ class Tiles:
             "WIDTH": self.width,
             "DEPTH": self.depth,
             "TMA": self.tma,
-            # Whether kernels loop over tiles with `tl.range(..., flatten=True)`, and else with
-            # `range(..., flatten=True)`. It is on with the TMA, for which it was measured: the
-            # Triton of a GPU without may be too old for `tl.range` to know `flatten`. The compiler
-            # takes the argument of `range` and ignores it. The interpreter runs Python's own
-            # `range`, which has no such argument, so that it takes `tl.range` in any case.
+            # Whether kernels loop over tiles with `tl.range`, whose `flatten=True` was measured
+            # with the TMA. The Triton of a GPU without the TMA may be too old for it: there it is
+            # `range`, whose unknown arguments the compiler ignores. The interpreter would not, and
+            # takes `tl.range`.
             "FLATTEN": self.tma or INTERPRETED,
             "PRECISION": self.precision,
             "num_warps": self.warps,

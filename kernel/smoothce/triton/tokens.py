@@ -53,8 +53,8 @@ class LossCall(NamedTuple):
 
     @property
     def smoothing_factor(self) -> float:
-        """What makes β u_v of the u that kernels take: that is `smoothing_target`, or 1 for every
-        entry where u is uniform."""
+        """κ, with κ û_v = β u_v for the û that kernels take: u, or 1 for every entry where u is
+        uniform."""
         if self.inputs.smoothing_target is None:
             return self.uniform_smoothing
         return self.inputs.options.label_smoothing
@@ -134,7 +134,10 @@ def valid_first(call: LossCall) -> tuple[Tensor, Tensor]:
 
 
 class ValidCounts:
-    """Numbers of valid tokens, on their way to the host: None while a CUDA graph is captured."""
+    """Numbers of valid tokens, on their way to the host: None while a CUDA graph is captured.
+
+    They are counted before the forward's large kernel. Whoever asks for them after its launch keeps
+    the device busy meanwhile."""
 
     def __init__(self, counts: list[Tensor]) -> None:
         self.event: torch.cuda.Event | None = None
@@ -149,7 +152,7 @@ class ValidCounts:
             self.event.record()
 
     def values(self) -> list[int | None]:
-        """The numbers. The host waits for their kernel alone, which ran before the forward's."""
+        """The numbers. The host waits for the kernel that counts them, and for no later one."""
         if self.event is not None:
             self.event.synchronize()
         return [None if count is None else int(count.item()) for count in self.host]
@@ -245,7 +248,8 @@ class Coefficients(NamedTuple):
 
     g_i is the upstream gradient of the token's loss, times the reduction's scale and the token's
     weight; h_i is that of its log-sum-exp. f_iv = ∂z_iv / ∂(E_i · C_v) is `tiles.slope`: the logit
-    scale, times the cap's slope under a softcap. Everywhere in smoothce.triton S is this."""
+    scale, times the cap's slope under a softcap. Everywhere in smoothce.triton S is this; what the
+    filter computes of it is called R (`filtered`)."""
 
     softmax: Tensor  # a: (padded,) fp32, 0 where there is no valid token
     label: Tensor  # b: (padded,) fp32, likewise

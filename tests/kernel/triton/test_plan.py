@@ -21,8 +21,8 @@ HIDDEN_ALONE = Needs(hidden=True, weight=False, bias=False)
 NONE = Needs(hidden=False, weight=False, bias=False)
 
 
-def plan_of(n, v, d, dtype=torch.bfloat16, needs=BOTH, eps=None, **options):
-    """The plan of a GPU's tiles for tensors that nobody holds."""
+def call_of(n, v, d, dtype=torch.bfloat16, needs=BOTH, eps=None, **options):
+    """A call with a GPU's tiles and with tensors that nobody holds."""
     tensors = InputTensors(
         hidden=torch.empty(n, d, dtype=dtype, device="meta"),
         weight=torch.empty(v, d, dtype=dtype, device="meta"),
@@ -31,8 +31,16 @@ def plan_of(n, v, d, dtype=torch.bfloat16, needs=BOTH, eps=None, **options):
         smoothing_target=None,
         token_weights=None,
     )
-    inputs = tensors.with_options(Options(**options))
-    return plan.plan_for(LossCall(inputs, needs, Tiles(), eps))
+    return LossCall(tensors.with_options(Options(**options)), needs, Tiles(), eps)
+
+
+def plan_of(*shape, **options):
+    return plan.plan_for(call_of(*shape, **options))
+
+
+def test_the_example_in_the_docstring_of_explain_is_what_it_says():
+    description = plan.describe(call_of(8192, *GEMMA))
+    assert f"triton: the Triton kernels; {description}" in " ".join(explain.__doc__.split())
 
 
 @pytest.mark.parametrize(

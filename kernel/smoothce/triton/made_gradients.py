@@ -11,8 +11,11 @@ from smoothce.options import Gradients
 
 
 @dataclass
-class ForwardGradients:
-    """Gradients of hidden, weight and bias made in the forward, up to the upstream factor."""
+class MadeGradients:
+    """Gradients of hidden, weight and bias that the forward has made, up to the upstream factor.
+
+    Two ways leave them: `grad_in_forward`, and `filtered` where several super-blocks would need too
+    much memory until the backward."""
 
     gradients: Gradients | None  # None once a backward has taken them
 
