@@ -1,6 +1,7 @@
 """k-best labelings against enumeration, and their sets against what a hidden Markov model knows."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,3 +98,20 @@ def test_the_study_in_small(small, tmp_path, capsys):
     assert (tmp_path / "out" / "table.md").read_text().strip() == said.strip()
     assert small(study, **given, k=1) == 0
     assert "| inf ± " in capsys.readouterr().out  # too few are listed
+
+
+@pytest.mark.slow
+def test_the_page_tells_what_the_command_prints(small, capsys):
+    """The hidden Markov model's columns, by the study's own config.yaml."""
+    assert small(study) == 0
+    printed = table_cells(capsys.readouterr().out)
+    page = (Path(study.__file__).parent / "README.md").read_text(encoding="utf-8")
+    stated = table_cells(page)
+    assert len(printed) == 6
+    assert [cells[:3] for cells in stated] == printed
+
+
+def table_cells(text: str) -> list[list[str]]:
+    """The cells of the rows of a page's only table."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
