@@ -120,23 +120,27 @@ def train_start(
     prompt_length = len(drawn[0].prompt.split())
     labels[:, :prompt_length] = IGNORE
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(policy.WORDS),
-            hidden_size=96,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=32,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=policy.END,
-            pad_token_id=0,
-        )
-    )
+    model = small_llama()
     train_once(model, ids, labels, BATCH_SIZE)
     model.save_pretrained(out)
     write_text(out / "DONE", "")
+
+
+def small_llama() -> LlamaForCausalLM:
+    """The model, with random weights."""
+    config = LlamaConfig(
+        vocab_size=len(policy.WORDS),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=policy.END,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config)
 
 
 if __name__ == "__main__":

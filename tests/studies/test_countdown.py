@@ -2,9 +2,11 @@
 
 import json
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from studies.countdown import __main__ as study
 from studies.countdown import passk, policy, problems
 from studies.countdown.policy import Method, advantages, answer_losses
@@ -153,3 +155,15 @@ def test_bad_input_is_named_before_anything_trains(run, tmp_path, capsys):
         error = capsys.readouterr().err
         assert said in error and "config.yaml: " in error
     assert not (tmp_path / "out").exists()
+
+
+def test_the_page_tells_the_models_size_and_the_settings():
+    folder = Path(study.__file__).parent
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    parameters = study.small_llama().num_parameters()
+    assert f"a Llama of {round(parameters, -3):,} parameters" in page
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    settings, seeds = len(config["settings"]), len(config["seeds"])
+    assert f"config.yaml: {settings} settings × {seeds} seeds" in page
+    assert f"{config['steps']} steps of GRPO" in page
+    assert f"{problems.SIZES['test']} test problems, {config['samples']} answers each" in page
