@@ -11,6 +11,7 @@ import sys
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pandas as pd
 import pytest
@@ -203,21 +204,20 @@ class Published:
         model: str = LARGE,
         digits: int = 1,
         bold: bool = True,
-        as_gain: bool = False,
-        as_fall: bool = False,
+        tells: Literal["change", "gain", "fall"] = "change",
     ) -> str | None:
         """A difference with its interval as the page prints it; None where there is none.
 
-        `as_gain` leaves out the plus sign, after "rises by"; `as_fall` tells how much it falls.
+        A gain has no plus sign, since "rises by" stands before it; a fall is positive.
         """
         found = self.difference(contrast, quantity, model)
         if found is None:
             return None
         value, low, high = found.estimate.value, found.estimate.low, found.estimate.high
-        if as_fall:
+        if tells == "fall":
             value, low, high = -value, -high, -low
         text = with_sign(value, digits)
-        if as_gain or as_fall:
+        if tells != "change":
             text = text.removeprefix("+")
         if bold and found.estimate.significant:
             text = f"**{text}**"
@@ -243,12 +243,14 @@ def published(tmp_path_factory):
     return Published(tmp_path_factory.mktemp("claims"))
 
 
-def squared_error(task: str = "mmlu", among: str = "choices", normalise: str | None = None):
+def squared_error(
+    task: str = "mmlu", among: str = "choices", normalise: str | None = None
+) -> Quantity:
     """The squared calibration error × 1000."""
     return Quantity(task, among, normalise)
 
 
-def level_of(metric: str, task: str = "mmlu", among: str = "choices", scale: int = 1):
+def level_of(metric: str, task: str = "mmlu", among: str = "choices", scale: int = 1) -> Quantity:
     """Another metric, whose differences are told in its own unit times `scale`."""
     return Quantity(task, among, None, metric, scale)
 
@@ -259,6 +261,20 @@ def smoothing(part: str, beta: float) -> str:
 
 
 # ---- what needs no answers
+
+
+def test_figures_of_a_sentence_are_its_numbers_with_intervals_and_bold():
+    text = (
+        "- **Other metrics** of the 1.5B at β = 0.1: by **+1.5** [0.4, 2.6] points and −0.2 "
+        "[−1.0, 0.3], [see](../eval/METRICS.md#5) 14,042 questions, 5e-6; 0.5 falls to **0.049**."
+    )
+    assert figures_of(text) == [
+        "**+1.5** [0.4, 2.6]",
+        "−0.2 [−1.0, 0.3]",
+        "14,042",
+        "5e-6",
+        "**0.049**",
+    ]
 
 
 def test_a_claim_of_a_small_model_is_what_the_records_say(tmp_path):
@@ -686,7 +702,7 @@ def test_details_tell_confidences_divided_by_the_norm_of_the_logits(published, r
     for part in ("recommended", "over-trained"):
         for beta in (0.1, 0.3):
             name = smoothing(part, beta)
-            told = published.told(name, contrasts.GUARDS[quantity], digits=2, as_gain=True)
+            told = published.told(name, contrasts.GUARDS[quantity], digits=2, tells="gain")
             expected.append(told)
     assert cells[1:] == expected
 
@@ -749,7 +765,7 @@ def test_details_tell_larger_beta_as_recommended(published):
         published.told(smoothing("recommended", 0.5), squared_error()),
         published.told(smoothing("recommended", 0.5), tokens),
     ]
-    for task, tells in (("mmlu", {"as_gain": True}), (HELLASWAG, {"as_fall": True})):
+    for task, tells in (("mmlu", {"tells": "gain"}), (HELLASWAG, {"tells": "fall"})):
         accuracy = level_of("accuracy", task, scale=100)
         for beta in (0.2, 0.3, 0.5):
             name = smoothing("recommended", beta)
@@ -767,13 +783,13 @@ def test_details_tell_larger_beta_over_trained(published):
     expected = [
         published.told(smoothing("over-trained", 0.2), squared_error()),
         published.told(smoothing("over-trained", 0.2), tokens),
-        published.told(at_03, accuracy, as_gain=True),
-        published.told(at_05, accuracy, as_gain=True),
-        published.told(at_03, loss, digits=3, as_gain=True),
-        published.told(at_05, loss, digits=3, as_gain=True),
+        published.told(at_03, accuracy, tells="gain"),
+        published.told(at_05, accuracy, tells="gain"),
+        published.told(at_03, loss, digits=3, tells="gain"),
+        published.told(at_05, loss, digits=3, tells="gain"),
         published.told(at_05, squared_error(ARC, "vocabulary")),
-        published.told(at_03, loss, SMALL, digits=3, as_gain=True),
-        published.told(at_05, loss, SMALL, digits=3, as_gain=True),
+        published.told(at_03, loss, SMALL, digits=3, tells="gain"),
+        published.told(at_05, loss, SMALL, digits=3, tells="gain"),
     ]
     text = passage("- **Larger β, over-trained**")
     assert figures_of(text) == expected
@@ -811,14 +827,14 @@ def test_details_tell_what_happens_at_equal_held_out_loss(published):
         "5.7e-5",
         f"{of_large.plain:.3f}",
         f"{of_large.smoothed:.3f}",
-        published.told(EQUAL, accuracy, as_gain=True),
-        published.told(EQUAL, level_of("nll"), digits=3, as_fall=True),
+        published.told(EQUAL, accuracy, tells="gain"),
+        published.told(EQUAL, level_of("nll"), digits=3, tells="fall"),
         *means_at_equal_loss(published),
         "7e-5",
         f"{of_small.plain:.3f}",
         f"{of_small.smoothed:.3f}",
-        published.told(EQUAL, accuracy, SMALL, as_gain=True),
-        published.told(EQUAL, level_of("nll", among="vocabulary"), SMALL, 3, as_gain=True),
+        published.told(EQUAL, accuracy, SMALL, tells="gain"),
+        published.told(EQUAL, level_of("nll", among="vocabulary"), SMALL, 3, tells="gain"),
     ]
     assert of_large.learning_rate == 5.7e-5 and of_small.learning_rate == 7e-5
     assert round(of_large.learning_rate / parts.chosen_rate(Study(LARGE))) == 11
@@ -833,7 +849,7 @@ def test_details_tell_what_happens_at_the_highest_rate(published):
         for beta in ("0", "0.1", "0.2", "0.3", "0.5")
     ]
     gain = published.told(
-        smoothing("high-rate", 0.5), level_of("accuracy", scale=100), as_gain=True
+        smoothing("high-rate", 0.5), level_of("accuracy", scale=100), tells="gain"
     )
     assert figures_of(text) == ["2e-4", *levels, gain]
     assert published.levels(LARGE, "mmlu")["high-rate", "0"][2] == "5"
@@ -909,7 +925,7 @@ def conclusion_4(published: Published) -> list[str | None]:
     accuracy = level_of("accuracy", HELLASWAG, scale=100)
     error = squared_error(HELLASWAG, "vocabulary")
     fall = published.told(
-        smoothing("recommended", 0.2), accuracy, digits=2, bold=False, as_fall=True
+        smoothing("recommended", 0.2), accuracy, digits=2, bold=False, tells="fall"
     )
     return [
         *ece(published, "choices", "as recommended", "0", "0.1", task=ARC),
