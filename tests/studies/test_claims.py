@@ -496,6 +496,20 @@ def test_a_temperature_by_agreement_is_fitted_where_models_agree(folders):
     assert derived.agreement_temperature(base, tuned) == pytest.approx(2, abs=1e-3)
 
 
+def test_models_that_agree_on_no_question_have_no_temperature_by_agreement(study, folders, capsys):
+    """It was NaN, and the rows of the part were too."""
+    write_records(base := folders / "base.jsonl", 50, 1.0, seed=1)
+    rows = read_lines(base)
+    for row in rows:
+        row["logprobs"] = np.roll(row["logprobs"], 1).tolist()
+    tuned = write_lines(folders / "tuned.jsonl", rows)
+    study.store.add(MODEL, RunRecord("base", "b"), {"mmlu": base})
+    plain = RunRecord("recommended", "p", label_smoothing=0.0, seed=0)
+    study.store.add(MODEL, plain, {"mmlu": tuned})
+    assert {run.record.part for run in derived.answered_runs(study)} == {"base", "recommended"}
+    assert "daca: skipped for" in capsys.readouterr().err
+
+
 def test_records_of_other_questions_are_not_packed_together(study, folders):
     for name, count in (("a", 300), ("b", 200)):
         write_records(folders / f"{name}.jsonl", count, 1.0, seed=1)
