@@ -38,7 +38,7 @@ update (a mean update's tokens at that pace), MFU (model FLOP utilisation, about
 of the classifier, t the share of tokens that are learnt, L layers of H heads of d dimensions, and s
 the mean number of tokens of a conversation, which counts long conversations' attention too low),
 the peak of allocated GPU memory, seconds until the first update is done, and the mean loss of the
-last quarter of updates.
+last quarter of updates. A row of training.jsonl also has t as `learnt` and s as `mean_length`.
 
 The tokenizer is a BPE trained on the data, so that tokens are about as long as usual.
 
@@ -434,7 +434,7 @@ def run_trial(model: str, name: str, arguments: argparse.Namespace) -> dict[str,
     found = json.loads(result.read_text("utf-8"))
     result.unlink()
     shape = MODELS[model].shape
-    per_token = shape.flops_per_token(found.pop("mean_length"), found.pop("learnt"))
+    per_token = shape.flops_per_token(found["mean_length"], found["learnt"])
     whole = found["tokens_per_second"] * per_token
     found["mfu"] = round(whole / arguments.peak / arguments.gpus, 3)
     return found

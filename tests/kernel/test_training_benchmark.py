@@ -191,3 +191,4 @@ def test_a_second_call_measures_anew(trainer, alpaca, tmp_path):
         assert row["steps"] == steps and row["conversations"] == 4
         assert row["versions"]["torch"] and row["card"] and row["date"]
         assert row["peak"] == 989e12 and "commit" in row
+        assert 0 < row["learnt"] < 1 < row["mean_length"]
