@@ -14,7 +14,7 @@ def train_once(model: LlamaForCausalLM, ids: Tensor, labels: Tensor, batch_size:
     """Train on rows of tokens, each row once; `ids` and `labels` are (rows, tokens).
 
     Up to `batch_size` − 1 rows at the end, which make no whole batch, are left out.
-    AdamW, whose learning rate rises over WARMUP updates and falls linearly to 0.
+    The optimizer is AdamW, whose learning rate rises over WARMUP updates and falls linearly to 0.
     """
     steps = len(ids) // batch_size
 

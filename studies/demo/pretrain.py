@@ -58,8 +58,8 @@ def pretrain(out: Path) -> None:
         )
     )
     train_once(model, ids, labels, BATCH_SIZE)
-    # Temperatures are fitted later in this process. Where pre-training was done by an earlier call
-    # that runs on one thread (OMP_NUM_THREADS), and on more it would not give equal bits.
+    # A call that finds pre-training done scores on one thread (OMP_NUM_THREADS). So does this one:
+    # on more threads its scores would not have the same bits.
     torch.set_num_threads(1)
     model.save_pretrained(out)
     write_text(out / "DONE", "")
