@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -254,6 +255,30 @@ def test_a_run_that_is_interrupted_ends_bit_for_bit(sweep_file, tmp_path, monkey
         assert logged(run, key) == logged(calm, key)
     assert not list(run.checkpoints.glob(".part*"))
     assert len(list(run.checkpoints.glob("step-*"))) == 3
+
+
+def test_a_stop_after_the_last_update_is_heard_before_the_scoring(sweep_file, tiny, monkeypatch):
+    """Nobody sends TERM twice, and the handlers of a stop end with the training."""
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}
+    run = prepare(
+        sweep_file(
+            grid={}, train={"max_train_steps": 2}, score={"tasks": [task], "engine": "transformers"}
+        )
+    )
+    save_model = fit.save_model
+
+    def save_and_be_asked(*arguments: Any) -> None:
+        save_model(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(fit, "save_model", save_and_be_asked)
+    # As if the signal had come just after `fit` has looked.
+    monkeypatch.setattr(StopSignal, "on_any_rank", lambda self: False)
+    with pytest.raises(SystemExit) as leaving:
+        fit.train(run)
+    assert leaving.value.code == 75
+    assert run.model.is_dir()
+    assert not list(run.scores.glob("*.jsonl"))
 
 
 @pytest.fixture

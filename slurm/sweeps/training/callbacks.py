@@ -107,19 +107,20 @@ class ScheduleCallback(TrainerCallback):
     ) -> None:
         self.stop_signal.has_updated = True
         step = state.global_step
-        done = step == state.max_steps
+        is_last_update = step == state.max_steps
         ends_epoch = step % self.trainer.dataset.updates_per_epoch == 0
         # A collective operation: every rank calls it after every update, also after the last.
-        asked_to_stop = self.stop_signal.on_any_rank()
-        stopping = asked_to_stop and not done
-        if done:
+        was_asked_to_stop = self.stop_signal.on_any_rank()
+        stops_early = was_asked_to_stop and not is_last_update
+        if is_last_update:
             control.should_log = True
-        if stopping:
+        if stops_early:
             control.should_training_stop = True
         has_held_out = self.trainer.train_options.held_out > 0
-        control.should_evaluate = has_held_out and (done or ends_epoch)
+        control.should_evaluate = has_held_out and (is_last_update or ends_epoch)
         # The last update needs no checkpoint: model/ follows at once (see `checkpoint`).
-        control.should_save = not done and (stopping or self._is_checkpoint_due(step))
+        due = stops_early or self._is_checkpoint_due(step)
+        control.should_save = due and not is_last_update
 
     def _is_checkpoint_due(self, step: int) -> bool:
         interval = self.trainer.train_options.checkpointing_steps

@@ -41,7 +41,7 @@ from sweeps.training.tokenization import make_tokenizer, tokenize_file
 
 def train(run: Run) -> None:
     """Fit the run; then score what was saved, where this one process trains alone and can score."""
-    fit(run)
+    stop_signal = fit(run)
     config = run.config()
     score = config.score
     scores_here = (
@@ -53,16 +53,19 @@ def train(run: Run) -> None:
     if scores_here:
         # Scoring keeps what it has when it is killed, so that it need not hear of a stop.
         restore_default_handlers()
+        if stop_signal.received:  # after the last look of `fit`; nobody sends it again
+            raise SystemExit(Outcome.STOPPED.value)
         gc.collect()  # The trainer and its model are in reference cycles.
         torch.cuda.empty_cache()
         scoring.here(run)
 
 
-def fit(run: Run) -> None:
+def fit(run: Run) -> StopSignal:
     """Train the run until model/ is there, from its newest whole checkpoint on.
 
-    Raises SystemExit(75) once the run is saved because someone asked it to stop, and InputError for
-    what the user can put right.
+    Returns what notes the signals that ask this process to stop, also those that came too late for
+    the training. Raises SystemExit(75) once the run is saved because someone asked it to stop, and
+    InputError for what the user can put right.
     """
     stop_signal = StopSignal(run.stop_file)
     config = run.config()
@@ -70,13 +73,12 @@ def fit(run: Run) -> None:
     world = config.world
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    if run.stop_file.exists() and this_rank() == 0:
+    if run.stop_file.exists():
         # The worker deletes a file that was left over before each attempt, so that this one was
         # made since, or the run was started by hand.
-        print(
+        print_once(
             f"stop: {run.stop_file} exists, so the run saves after its first update and leaves; "
-            "delete the file to train on",
-            flush=True,
+            "delete the file to train on"
         )
 
     tokenizer = make_tokenizer(train_options)
@@ -103,6 +105,7 @@ def fit(run: Run) -> None:
     # each other or none does, as they have made the same number of updates.
     if not finished or stop_signal.on_any_rank():
         raise SystemExit(Outcome.STOPPED.value)
+    return stop_signal
 
 
 def make_trainer(
@@ -167,8 +170,8 @@ def install_loss(
 
 def newest_checkpoint_of(trainer: SweepTrainer) -> Path | None:
     """The checkpoint to go on from, which the first rank looks for and tells the others."""
-    found: list[Path | None] = [None]
+    of_first_rank: list[Path | None] = [None]
     if this_rank() == 0:
-        found = [latest_checkpoint(trainer.run.checkpoints, trainer.data_digest)]
-    broadcast_object_list(found)
-    return found[0]
+        of_first_rank = [latest_checkpoint(trainer.run.checkpoints, trainer.data_digest)]
+    broadcast_object_list(of_first_rank)
+    return of_first_rank[0]
