@@ -94,6 +94,40 @@ def test_the_loss_at_llama_3_8b_costs_what_the_kernels_page_says():
     assert checked == len(names)
 
 
+def costs_of_methods(heading: str) -> dict[str, list[str]]:
+    """What kernel/RESULTS.md measured of each method: time, memory and the larger error."""
+    text = page("kernel/RESULTS.md")
+    table = rows(text[text.index(heading) :], "method | forward ms")
+    costs = {}
+    for cells in table:
+        name = cells[0].strip("*").split(", β = 0")[0]
+        errors = re.findall(r"[\d.]+e-\d+", cells[5])
+        larger = max(errors, key=float, default="")
+        costs[name] = [f"{cells[2].strip('*')} ms", f"{cells[4]} MB", larger]
+    return costs
+
+
+def test_the_readmes_costs_are_those_that_were_measured():
+    names = {  # README's: without a softcap, and with one, in RESULTS.md
+        "**smoothce**": ("ours", "ours"),
+        "smoothce, `workspace=0`": ("ours, `workspace=0`", "ours, `workspace=0`"),
+        'smoothce, `filter_eps="auto"`': ("ours, filtered", "ours, filtered"),
+        "torch `F.cross_entropy`": ("torch", "torch, F.cross_entropy"),
+        "`torch.compile` of it": ("torch.compile", "torch.compile"),
+        "Unsloth 2026.10.9": ("Unsloth 2026.10.9", "Unsloth 2026.10.9"),
+        "Liger 0.8.5": ("Liger 0.8.5", "Liger 0.8.5"),
+        "TRL 1.16, chunked": ("TRL 1.16.0, chunked", "TRL, chunked 1.16.0"),
+        "cut-cross-entropy 25.1.1": ("cut-cross-entropy 25.1.1", "cut-cross-entropy 25.1.1"),
+    }
+    plain = costs_of_methods("# Kernels, measured")
+    capped = costs_of_methods("## Gemma 2 2B with its softcap of 30")
+    stated = {cells[0]: cells[2:] for cells in rows(page("README.md"), "| smooths | time")}
+    assert stated.keys() == names.keys()
+    for name, (without_softcap, with_softcap) in names.items():
+        cells = [cell.removesuffix(", biased") for cell in stated[name]]
+        assert cells == plain[without_softcap] + capped[with_softcap], name
+
+
 def test_the_estimate_of_table_1_is_what_its_code_prints():
     code = next(
         block
