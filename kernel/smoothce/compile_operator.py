@@ -92,6 +92,8 @@ class OperatorOutputs(NamedTuple):
             grad_bias=_detached(gradients.bias, none),
         )
 
+    # What is missing is an empty tensor in both, since an operator of torch returns no None.
+
     def loss_output(self) -> LossOutput:
         return LossOutput(*(getattr(self, name) for name in LossOutput._fields))
 

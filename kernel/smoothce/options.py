@@ -69,6 +69,7 @@ class Options:
           triton.tokens             `gather_kernel` (the label's logit)
           triton.forward            `walk_vocabulary` (whether logits are scaled products)
           triton.plan               `reason_to_recompute`, `describe_filter`
+          triton                    `unsupported`, if the kernels do not have it
           triton.dproduct           `store_dproduct`, `finish_hidden_kernel`
           triton.grad_in_forward    `products_take_probabilities`, `add_from_dproduct`,
                                     `weigh_kernel`, `write_factors`
@@ -80,9 +81,10 @@ class Options:
       `triton.plan`, `ctx.gradients_are_made` of `chunked`, `OperatorCall.step` of
       `compile_operator`.
     - How patched models take it: its line in `PatchSettings` of `hf_patch.settings` makes it a
-      keyword, and nothing else has to name it. If it changes what a model is trained on, it counts
-      in `differences_from_upstream` there, and `hf_patch.head_forward` and `integrations.automodel`
-      leave it out of the loss that evaluation reports. Each module of `integrations` names the
+      keyword, and nothing else has to name it, unless it changes the logits: then `GivenLogitMap`
+      and `LogitMap` of `hf_patch.logit_map` and `HeadForward` have it. If it changes what a model
+      is trained on, it counts in `differences_from_upstream` there, and `hf_patch.head_forward`
+      and `integrations.automodel` leave it out of the loss that evaluation reports. Each module of `integrations` names the
       options it takes. A tensor of one number a token, as `token_weights`, is no option but an
       argument of each call: it would go through `LOSS_ARGUMENTS` of `hf_patch.fused_forward` and
       all of `HeadForward`, and TRL, which counts all tokens alike (`trl_output`), has no place for

@@ -929,6 +929,59 @@ def test_a_value_that_is_loaded_outside_later_is_seen(architecture):
         model(**batch())
 
 
+def replaced(model, name, value, how):
+    """Give a model's tensor another value in one of the ways that torch has."""
+    if how == "assigned":
+        model.load_state_dict({**model.state_dict(), name: value}, assign=True)
+        getattr(model, name).requires_grad_(False)
+    else:
+        getattr(model, name).data = value
+
+
+@pytest.mark.parametrize("how", ["assigned", "data"])
+@pytest.mark.parametrize("architecture", [BiasOutside, BufferOutside])
+def test_a_tensor_that_is_replaced_outside_later_is_seen(architecture, how):
+    """A new tensor counts anew how often it is written to: an equal count is no equal value."""
+    model = tiny_of(architecture)
+    name = "outside" if architecture is BufferOutside else "logit_bias"
+    getattr(model, name).requires_grad_(False).zero_()
+    patch_model(model, label_smoothing=0.1)
+    model(**batch())
+    verified = model._smoothce_model_forward.verified
+    for _ in range(4):  # also tensors of one count each
+        replaced(model, name, torch.zeros(VOCABULARY), how)
+        model(**batch())
+    assert model._smoothce_model_forward.verified is verified
+    for count in range(4):
+        value = torch.linspace(0, 5, VOCABULARY)
+        for _ in range(count):
+            value.add_(0)
+        replaced(model, name, value, how)
+        with pytest.raises(ValueError, match="no scale and cap describe it"):
+            model(**batch())
+
+
+class ScaleInABuffer(Plain):
+    """Its scale has a known name, and is a tensor of as many numbers as logits."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("logit_scale", torch.full((config.vocab_size,), 0.5))
+
+    def logits_of(self, logits):
+        return logits * self.logit_scale
+
+
+def test_a_scale_that_is_a_tensor_is_followed_by_its_value():
+    model = patch_model(tiny_of(ScaleInABuffer), label_smoothing=0.1, logit_scale=0.5)
+    model(**batch())
+    model.logit_scale = model.logit_scale.clone()  # as moving a model to a device does
+    model(**batch())
+    model.logit_scale = 2 * model.logit_scale
+    with pytest.raises(ValueError, match="logit_scale"):
+        model(**batch())
+
+
 class TenfoldAuxiliaryLoss(transformers.MixtralForCausalLM):
     """Its auxiliary loss counts ten times as much as its coefficient says."""
 

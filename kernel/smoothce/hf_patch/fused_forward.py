@@ -121,6 +121,8 @@ class FusedForward:
         valid = result.labels != self.head_forward.settings.options.ignore_index
         if divisor is None:
             divisor = valid.sum()
+        if isinstance(divisor, Tensor):  # which may be on another GPU than the head
+            divisor = divisor.to(result.loss.device)
         mean = _with_auxiliary(self.causal, divided(result.loss, divisor), auxiliary)
         return trl_output(result, valid, mean, auxiliary)
 

@@ -7,9 +7,9 @@ value in the tiny models of `families`; a scale that is computed from two number
 tensor, a parameter or a buffer, is never read: the caller gives its number, and `verification`
 follows the tensor's value.
 
-A number of the map has four states, each with a name of its own. What the caller says of it is
-FROM_MODEL, None (the model has none) or the number, in a `GivenLogitMap`. What is found in the
-model is None or the number, in a `LogitMap`, which there is once the model is verified.
+What the caller says of a number of the map is FROM_MODEL, None (the model has none) or the number:
+a `GivenLogitMap` has it. What is found in the model is None or the number: a `LogitMap` has it,
+which there is once the model is verified.
 """
 
 import enum
@@ -90,7 +90,9 @@ def read_scales_and_caps(causal: CausalModel) -> tuple[WatchedAttribute, ...]:
     attributes = []
     for holder in _holders(causal):
         for name in SCALES + CAPS:
-            attributes.append(WatchedAttribute(holder, name, getattr(holder, name, None)))
+            value = getattr(holder, name, None)
+            if not isinstance(value, torch.Tensor):  # whose value `verification` follows
+                attributes.append(WatchedAttribute(holder, name, value))
     return tuple(attributes)
 
 

@@ -33,7 +33,7 @@ def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> Any
     Raises ValueError for a loss of the trainer's that this one cannot be, for a trainer with a
     `model_init`, which makes another model when it trains, and what `patch_model` raises. The
     trainer raises ValueError when it trains another model than the patched one, or after a step
-    that did not ask the model for its loss.
+    that did not ask the model for its loss, where the settings change that loss.
     """
     trainer_: Any = trainer
     causal = unwrapped(trainer_.model)
@@ -48,7 +48,7 @@ def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> Any
         causal.forward = trl.forward_before_trls(outermost)
     try:
         patch_model(trainer_.model, **settings)
-    except BaseException:  # an interrupted or refused call leaves the model as it was
+    except BaseException:  # TRL's forward comes back where the call is refused
         if outermost is not None:
             causal.forward = outermost
         raise

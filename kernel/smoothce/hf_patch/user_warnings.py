@@ -10,6 +10,7 @@ import torch
 LIBRARIES = (
     __name__.partition(".")[0],
     "accelerate",
+    "axolotl",
     "contextlib",
     "deepspeed",
     "peft",

@@ -87,27 +87,52 @@ class CannotRun(Exception):
     """The model cannot be verified now; the message says why."""
 
 
-class FrozenTensor(NamedTuple):
+class SeenTensor(NamedTuple):
+    """By what one can tell, without reading it, that a tensor has the value that was seen."""
+
+    tensor: Tensor
+    address: int  # another one after `tensor.data = …`
+    version: int  # which torch counts up when the tensor is written to
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "SeenTensor":
+        # Torch does not count what is written to inference tensors.
+        version = 0 if tensor.is_inference() else tensor._version
+        return cls(tensor, tensor.data_ptr(), version)
+
+    def is_still(self, tensor: Tensor) -> bool:
+        if tensor is not self.tensor:
+            return False
+        return SeenTensor.of(tensor)[1:] == self[1:]
+
+
+@dataclass(eq=False)
+class FrozenTensor:
     """A frozen parameter or a buffer outside decoder and head, as it was when the model was
     verified."""
 
     place: OutsideTensor
-    version: int  # which torch counts up when a tensor is written to
     value: Tensor | None  # a copy; None where it is not followed
+    seen: SeenTensor | None = None  # the tensor that had this value when it was compared last
 
     def is_trained(self) -> bool:
         return self.place.tensor().requires_grad
 
     def has_another_value(self) -> bool:
+        """Whether its value is another one. Only a tensor that was replaced or written to is read,
+        which waits for the device."""
         if self.value is None:
             return False
         tensor = self.place.tensor()
         is_sharded = hasattr(tensor, "placements")  # as a DTensor is
         if is_sharded or tensor.shape != self.value.shape or tensor.dtype != self.value.dtype:
             return True
-        if _version(tensor) == self.version:  # which spares the comparison on the device
+        if self.seen is not None and self.seen.is_still(tensor):
             return False
-        return not torch.equal(tensor, self.value.to(tensor.device))
+        if not torch.equal(tensor, self.value.to(tensor.device)):
+            return True
+        self.seen = SeenTensor.of(tensor)
+        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,16 +284,12 @@ def _frozen_outside(
         tensor = place.tensor()
         if tensor.requires_grad:
             continue
-        value = None
         if are_whole and tensor.numel() <= MOST_FOLLOWED:
             value = tensor.detach().clone()
-        frozen.append(FrozenTensor(place, _version(tensor), value))
+            frozen.append(FrozenTensor(place, value, SeenTensor.of(tensor)))
+        else:
+            frozen.append(FrozenTensor(place, value=None))
     return tuple(frozen)
-
-
-def _version(tensor: Tensor) -> int:
-    """How often torch has seen the tensor written to; it does not count for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _check_returns(fused: FusedForward, run: UpstreamRun, when: str = "") -> None:

@@ -49,7 +49,7 @@ from smoothce.triton.tokens import (
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-STATISTICS_BYTES = 2**25  # of a super-block's filter statistics, at most
+STATISTICS_BYTES = 2**25  # of a super-block's filter statistics, before it is filled up to tiles
 BYTES_OF_A_PAIR = 4  # two fp16 filter statistics
 TOKENS_AT_ONCE = 1024  # whose hidden states are converted to fp32 together
 
@@ -92,8 +92,8 @@ class QueueMemory(NamedTuple):
 def super_block_size(call: LossCall) -> int:
     """How many tokens each super-block has; all are of about the same size.
 
-    The filter statistics of one, 4 bytes for each (token, block) pair, fit in STATISTICS_BYTES. All
-    ranks that share a vocabulary have equal super-blocks, since they join each one's sums."""
+    The filter statistics of one, 4 bytes for each (token, block) pair, take about
+    STATISTICS_BYTES at most: super-blocks are filled up to whole tiles. All ranks that share a vocabulary have equal super-blocks, since they join each one's sums."""
     n_tokens = max(len(call.inputs.labels), 1)
     rows = call.tiles.rows
     fitting = STATISTICS_BYTES // (BYTES_OF_A_PAIR * call.most_blocks)

@@ -53,7 +53,9 @@ from smoothce.vocab_parallel import all_reduce_gradient
 # numbers them in int16.
 SUPER_BLOCK_TOKENS = 8192
 
-# A chunk's S in a workspace, and what dE's fp32 sum takes beyond dE, are together at most
+# The memory for a chunk of S, which is called workspace here, is this module's own: what the option
+# `workspace` limits is the memory of `grad_in_forward`. A chunk's S in it, and what dE's fp32 sum
+# takes beyond dE, are together at most
 # WORKSPACE_BYTES, which with all else that a step holds is the 118 MB of kernel/README.md, and at
 # most WORKSPACE_SHARE of the two gradients' bytes. The few numbers that each token has besides take
 # 0.35 % of these bytes at most, so that a step holds at most a tenth more than its gradients:
