@@ -204,7 +204,7 @@ class Trainer:
     deepspeed: str | None = None  # a file of the project, by which the sweeps' trainer shards
     attention: str | None = None  # of transformers' model under TRL; None: its default
     is_patched: bool = False  # whether TRL's trainer gets smoothce's loss
-    only_if_named: bool = False  # left out where --trainers names none
+    only_if_named: bool = False  # left out on one GPU where --trainers names none
 
 
 # A further trainer under TRL's SFTTrainer is an entry here, a line in the docstring above, its

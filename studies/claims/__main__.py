@@ -4,8 +4,8 @@
     python -m studies.claims MODEL [PART …] [key=value …]
 
 MODEL is a folder of models/. Those parts, or all of them, one after another, and then what rests on
-them; the records of each run are packed into records/MODEL/ as it ends, and `report` merges them
-into records/MODEL.parquet. What is there is not run again, on whatever machine:
+them; the records of each run are packed into records/MODEL/ as it ends, and `summary` and `report`
+merge them into records/MODEL.parquet. What is there is not run again, on whatever machine:
 
     grid          4 learning rates at β = 0; the lowest held-out loss chooses that of other parts
     recommended   the base model; β of 0, 0.1, 0.2, 0.3 and 0.5, one epoch of the mean loss
@@ -25,12 +25,13 @@ into records/MODEL.parquet. What is there is not run again, on whatever machine:
                   which it is 0
     summary       accuracy, calibration error and log loss of `recommended`, `over-trained`,
                   `high-rate` and `two-epochs`, as the records tell; draws them too
-    report        what smoothing does in each setting, as the records tell, and to all models
-                  in forest.png
+    report        the differences behind the page's claims, as the records tell, and forest.png,
+                  which draws what smoothing does to all models
 
 An interrupted run goes on where its folder is. key=value overrides the sweep of every part, for
-example workers=6 for six runs at a time, or grid.seed=[0,1,2]. Without that, Gemma, SmolLM2 and the
-0.5B have three seeds, as in the published records, and other models five.
+example workers=6 for six runs at a time, or grid.seed=[0,1,2]. Without that, `grid` has one seed,
+`sum`, `filtered`, `equal` and `script` have three, and other parts five (Gemma, SmolLM2 and the
+0.5B three), as in the published records.
 """
 
 import os

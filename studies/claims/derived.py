@@ -67,12 +67,11 @@ def at_dacas_temperature(study: Study, scored: list[AnsweredRun]) -> list[Answer
     It is fitted on MMLU's test questions, on which it is judged too, without their right answers
     (`agreement_temperature`), and carried to the other tasks: no records of val questions are kept.
     """
-    bases = files_by_seed(scored, BASE, "mmlu")
-    runs: list[AnsweredRun] = []
-    if not bases:
-        return runs
+    base = files_by_seed(scored, BASE, "mmlu").get(None)
+    if base is None:
+        return []
+    runs = []
     for seed, plain in files_by_seed(scored, PLAIN, "mmlu").items():
-        base = bases.get(seed) or bases[None]
         temperature = agreement_temperature(base, plain)
         if temperature is None:
             print(

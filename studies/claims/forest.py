@@ -8,9 +8,8 @@ import numpy as np
 
 from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import atomic_write
-from studies.claims.answers import LETTER_TASKS
+from studies.claims.answers import LETTER_TASKS, unpack_scored_runs
 from studies.claims.contrasts import CALIBRATION, Difference, difference, smoothing_effect
-from studies.claims.derived import answered_runs
 from studies.claims.parts import BETAS, CONFIG, Study
 from sweeps.runs.grid import plan_sweep
 
@@ -60,7 +59,7 @@ def forest_rows(study: Study) -> dict[str, list[Difference | None]]:
     rows = {}
     for model in study.store.models():
         label = labels.get(f"models/{model}", model)
-        runs = answered_runs(replace(study, model=model))
+        runs = unpack_scored_runs(replace(study, model=model))
         for part, name in (("recommended", label), ("over-trained", f"{label}, over-trained")):
             for beta in BETAS[1:]:
                 effect = smoothing_effect(name, part, beta)

@@ -56,8 +56,9 @@ class Part:
     """A sweep: its name, what it changes in config.yaml, its learning rate and its seeds.
 
     Within a part only the keys of `training.RUN_KEYS` may vary. A new part is an entry of PARTS and
-    a line in `__main__`'s docstring; its rows are a contrast in `contrasts.CONTRASTS`, and an entry
-    of `summary.SETTING_LABELS` where its levels shall stand in the first tables.
+    a line in `__main__`'s docstring. For `report` to compare it, it also needs an entry of
+    `contrasts.CONTRASTS`; for `summary` to print its levels, one of `summary.SETTING_LABELS` (the
+    tables of all tasks, and the figure) or a row of `summary.settings_of_other_parts` (MMLU).
     """
 
     name: str

@@ -1,4 +1,11 @@
-"""The tables of a model: every contrast in every reading, and the entropy gaps."""
+"""The differences of a model, from which the page's table of claims is written by hand.
+
+`report` prints, in this order: differences of calibration errors, differences of MMLU's guards, the
+losses of the part `equal`, held-out losses, fitted temperatures, and entropy gaps. The page's first
+tables are levels, which `summary` prints. Which contrast is which claim is in `CLAIMS` of
+tests/studies/test_claims_page.py, and the verdict on a claim follows from its intervals by the
+page's table of verdicts, as `verdict` does there.
+"""
 
 import math
 from collections.abc import Iterable
@@ -34,8 +41,11 @@ ENTROPY_COLUMNS = ["nll", "entropy", "entropy_gap", "entropy_temperature", "mass
 def report(study: Study) -> None:
     """Merge the records, write and print the tables of a model, and draw all models.
 
-    The tables are differences of squared calibration errors, ×1000, in every reading; those of
-    MMLU's guards, ×100; and each part's entropy gaps, means over seeds in nats a token.
+    The tables are differences of squared calibration errors, ×1000, in every reading, and of MMLU's
+    guards, ×100; then, in nats a token and in the mean over seeds, the held-out losses and the
+    entropy gaps of each part and β; and the range of each kind of temperature. A sentence says how
+    equal the losses of the part `equal` are. The file is `<model>.md` in the study's folder, and
+    beside it is `forest.png`.
     """
     study.store.merge(study.model)
     runs = answered_runs(study)

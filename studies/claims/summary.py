@@ -35,9 +35,11 @@ from studies.claims.derived import answered_runs
 from studies.claims.parts import BETAS, Study
 
 METRICS = ("accuracy", "ece", "nll")
-# The parts of the first tables, with the names that their rows have there.
+# The parts of the first tables, with the names that their rows have there; each has a row of panels
+# in the figure, too.
 SETTING_LABELS = {"recommended": "as recommended", "over-trained": "over-trained"}
-# Each part's runs at β = 0 at a temperature: fitted among the choices, silent of all tokens.
+# The runs of such parts at β = 0 at a temperature, where one is fitted to them. It is fitted among
+# the choices, and says nothing of all tokens.
 TEMPERATURE_TERMS = {
     "recommended": PLAIN_AT_TEMPERATURE,
     "over-trained": OVER_TRAINED_AT_TEMPERATURE,
@@ -70,9 +72,9 @@ class Row:
 
 
 def summary(study: Study) -> None:
-    """Write and print a table for each task that was asked by letters, and draw ECE over β.
+    """Merge the records, write and print a table for each task asked by letters, draw ECE over β.
 
-    The files are `<model>-summary.md` and `<model>-ece.png` in the study's folder.
+    The tables and the figure are `<model>-summary.md` and `<model>-ece.png` in the study's folder.
     """
     study.store.merge(study.model)
     model_runs = answered_runs(study)
@@ -88,12 +90,15 @@ def summary(study: Study) -> None:
     draw_ece(rows_by_task, study.runs_folder / f"{study.model}-ece.png")
 
 
-def settings_of_table() -> list[tuple[str, str, Term]]:
+def settings_of_table(
+    labels: dict[str, str] = SETTING_LABELS,
+) -> list[tuple[str, str, Term]]:
     """The setting, the β as printed and the runs of each row, in the order of the tables."""
     settings = [("before fine-tuning", "", BASE)]
-    for part, name in SETTING_LABELS.items():
+    for part, name in labels.items():
         settings += [(name, f"{beta:g}", Term(part, beta)) for beta in BETAS]
-        settings.append((f"{name}, then a temperature", "0", TEMPERATURE_TERMS[part]))
+        if part in TEMPERATURE_TERMS:
+            settings.append((f"{name}, then a temperature", "0", TEMPERATURE_TERMS[part]))
     return settings
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from calibeval.io import write_rows
 from studies.claims.parts import CONFIG, OPEN_INSTRUCT_CONVERSATIONS, Part, Study
 from studies.claims.records import RunRecord
@@ -18,10 +16,9 @@ from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
 
-# What varies within a part beside the seed. Nothing else tells the runs of a part apart: two runs
-# that are alike in these are refused by `answers.files_by_seed`.
-VARIED = ("learning_rate", "label_smoothing")
-RUN_KEYS = (*VARIED, "seed")  # the keys of `train:` that tell a part's runs apart
+# The keys of `train:` that tell a part's runs apart. Two runs that are alike in these are refused
+# by `answers.files_by_seed`.
+RUN_KEYS = ("learning_rate", "label_smoothing", "seed")
 SECONDS_BETWEEN_LOOKS = 2
 
 
@@ -32,7 +29,7 @@ def train(study: Study, part: Part, overrides: list[str]) -> int:
     if not selections:
         return score_missing_baselines(study, part, plan)
     for selection in selections:
-        prepare(study, part, overrides)
+        prepare(part, overrides)
         changes = [*overrides, *selection]
         command = [sys.executable, "-m", "sweeps", "launch", str(CONFIG), "--executor", "local"]
         with subprocess.Popen([*command, *changes]) as process:
@@ -45,7 +42,7 @@ def train(study: Study, part: Part, overrides: list[str]) -> int:
     return 0
 
 
-def prepare(study: Study, part: Part, overrides: list[str]) -> None:
+def prepare(part: Part, overrides: list[str]) -> None:
     """Make the file that a part's runs need beyond what prefetch brings, unless it is there."""
     if part.name == "script":
         write_conversations()
@@ -76,41 +73,70 @@ def score_missing_baselines(study: Study, part: Part, plan: SweepPlan) -> int:
 
 
 @dataclass(frozen=True)
-class MissingRuns:
-    """Trained runs without records: every learning rate and β of `values`, of every seed."""
+class Launch:
+    """Runs to train in one launch: every pair of these learning rates and β, of each seed."""
 
-    values: tuple[tuple[float, ...], ...]  # of each key in VARIED
+    learning_rates: tuple[float, ...]
+    label_smoothings: tuple[float, ...]
     seeds: tuple[int, ...]
 
     def overrides(self, with_base: bool) -> list[str]:
         """The words that select these runs of their part's sweep, and its base model or not."""
         words = [
-            f"grid.{name}={[*values]}" for name, values in zip(VARIED, self.values, strict=True)
+            f"grid.learning_rate={[*self.learning_rates]}",
+            f"grid.label_smoothing={[*self.label_smoothings]}",
+            f"grid.seed={[*self.seeds]}",
         ]
-        words.append(f"grid.seed={[*self.seeds]}")
         if not with_base:
             words.append("score.base=false")
         return words
 
 
-def missing_runs(runs: list[Run]) -> list[MissingRuns]:
-    """Runs that have no records, in groups: seeds that lack the same runs are trained together."""
-    settings = pd.DataFrame([run.config().train for run in runs], columns=RUN_KEYS)
-    seeds_of_values: dict[tuple[tuple[float, ...], ...], list[int]] = {}
-    for seed in sorted(settings.seed.unique().tolist()):
-        runs_of_seed = settings[settings.seed == seed]
-        values = tuple(tuple(runs_of_seed[name].unique().tolist()) for name in VARIED)
-        seeds_of_values.setdefault(values, []).append(seed)
-    return [MissingRuns(values, tuple(seeds)) for values, seeds in seeds_of_values.items()]
+def launches_of(runs: list[Run]) -> list[Launch]:
+    """The launches that train these runs of a part and no others.
+
+    Seeds that lack the same runs are trained together.
+    """
+    seeds_of_rectangle: dict[tuple[tuple[float, ...], tuple[float, ...]], list[int]] = {}
+    settings_of_seed: dict[int, list[tuple[float, float]]] = {}
+    for run in runs:
+        train_keys = run.config().train
+        pair = (train_keys["learning_rate"], train_keys["label_smoothing"])
+        settings_of_seed.setdefault(train_keys["seed"], []).append(pair)
+    for seed in sorted(settings_of_seed):
+        for rectangle in rectangles_of(settings_of_seed[seed]):
+            seeds_of_rectangle.setdefault(rectangle, []).append(seed)
+    return [
+        Launch(learning_rates, label_smoothings, tuple(seeds))
+        for (learning_rates, label_smoothings), seeds in seeds_of_rectangle.items()
+    ]
+
+
+def rectangles_of(
+    settings: list[tuple[float, float]],
+) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Pairs of a learning rate and a β, as rectangles: rates and β, all pairs of which are there.
+
+    Rates with the same β are in one rectangle.
+    """
+    smoothings_of_rate: dict[float, list[float]] = {}
+    for learning_rate, label_smoothing in settings:
+        smoothings = smoothings_of_rate.setdefault(learning_rate, [])
+        if label_smoothing not in smoothings:
+            smoothings.append(label_smoothing)
+    rates_of_smoothings: dict[tuple[float, ...], list[float]] = {}
+    for learning_rate, smoothings in smoothings_of_rate.items():
+        rates_of_smoothings.setdefault(tuple(smoothings), []).append(learning_rate)
+    return [(tuple(rates), smoothings) for smoothings, rates in rates_of_smoothings.items()]
 
 
 def overrides_of_missing_runs(study: Study, part: Part, plan: SweepPlan) -> list[list[str]]:
     """For each launch that is needed, the overrides that select the runs without records."""
     recorded = recorded_runs(study)
-    missing = missing_runs([run for run in plan.runs if lacks_records(recorded, part, run)])
+    missing = [run for run in plan.runs if lacks_records(recorded, part, run)]
     lacks_base = any(lacks_records(recorded, part, run) for run in plan.baselines)
     with_base = lacks_base or not plan.baselines
-    return [each.overrides(with_base) for each in missing]
+    return [launch.overrides(with_base) for launch in launches_of(missing)]
 
 
 def recorded_runs(study: Study) -> dict[tuple[str, str], RunRecord]:

@@ -24,6 +24,7 @@ from studies.claims import (
     posthoc,
     quick_evaluation,
     report,
+    summary,
     training,
 )
 from studies.claims.parts import CONFIG, PARTS, Study
@@ -277,6 +278,27 @@ def test_runs_with_records_are_not_run_again(study, folders, monkeypatch):
     left = [run.name for each in plans for run in each.runs]
     assert left == [run.name for run in plan.runs[7:]]
     assert not any(each.baselines for each in plans)
+
+
+def test_no_launch_has_a_run_with_records(study, folders):
+    """Though the missing runs are no rectangle of learning rates and β."""
+    part = PART["recommended"]
+    words = ["grid.learning_rate=[1e-5,2e-5]", "grid.label_smoothing=[0.0,0.1]", "grid.seed=[0,1]"]
+    overrides = [*parts.sweep_overrides(study, PART["grid"], []), *words]
+    plan = plan_sweep(CONFIG, overrides)
+    missing = []
+    for run in plan.runs:
+        train = run.config().train
+        is_missing = (train["learning_rate"], train["label_smoothing"]) in ((1e-5, 0), (2e-5, 0.1))
+        if is_missing:
+            missing.append(run.name)
+        else:
+            study.store.add(MODEL, RunRecord(*training.record_key(part, run)), {})
+    launched = []
+    for selection in training.overrides_of_missing_runs(study, part, plan):
+        launched += [run.name for run in plan_sweep(CONFIG, [*overrides, *selection]).runs]
+    assert len(missing) == 4
+    assert sorted(launched) == sorted(missing)
 
 
 @pytest.fixture
@@ -669,6 +691,21 @@ def test_a_line_is_drawn_where_another_setting_begins():
     """Also where a model lacks a β."""
     names = ["A: β = 0.1", "A: β = 0.2", "A, over-trained: β = 0.1", "B: β = 0.1", "B: β = 0.2"]
     assert forest.first_rows_of_settings(names) == [2, 3]
+
+
+def test_a_part_stands_in_the_first_tables_by_its_label_alone():
+    """Without a temperature that was fitted to its runs it has no row of one."""
+    labels = {"recommended": "as recommended", "sum": "summed loss"}
+    rows = summary.settings_of_table(labels)
+    assert [beta for name, beta, _ in rows if name == "summed loss"] == [
+        "0",
+        "0.1",
+        "0.2",
+        "0.3",
+        "0.5",
+    ]
+    at_a_temperature = [name for name, _, _ in rows if name.endswith(", then a temperature")]
+    assert at_a_temperature == ["as recommended, then a temperature"]
 
 
 def test_a_contrast_of_the_base_model_with_itself_is_nothing(study, folders):
