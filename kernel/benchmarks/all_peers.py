@@ -60,7 +60,9 @@ from smoothce.bench.measure import (
 from smoothce.bench.methods import Loss, Method, dense, matrix_products, ours
 from smoothce.bench.table import MISSING, describe_hardware, markdown_table, number
 
-CONTEXT = 2.0  # of the inputs, as in real models
+# The standard deviation over the vocabulary of what a position adds to its logits
+# (smoothce/bench/language.py), as in real models.
+CONTEXT = 2.0
 MASKED = 0.25  # the share of labels that are masked where masking is checked
 SHARE_TO_BEGIN = 2 / 3  # of the time limit, after which no further method is begun
 HANGING = 60.0  # seconds; a turn to be timed takes some, and one that takes so many hangs
@@ -102,7 +104,7 @@ class Contender:
     package: str | None = None  # whose version is printed, by the name that pip knows
 
     @property
-    def lacks(self) -> tuple[peers.Feature, ...]:
+    def lacking_features(self) -> tuple[peers.Feature, ...]:
         return peers.features_lacking_of(self.loss)
 
 
@@ -153,7 +155,7 @@ class PeerRow(Row, total=False):
     masked_error: float  # the larger of the two errors where a quarter of the labels is masked
     masked_failed: str  # why there is none
     timings: int  # samples behind the medians: --repeats, or fewer where the limit was near
-    clock: float  # seconds from the start of the shape's process to this line
+    clock: float  # seconds from the end of the imports of the shape's process to this line
     hardware: str
     versions: str
 
@@ -253,7 +255,7 @@ class Recorder:
             "state": "failed" if "failed" in row else reached,
             "shape": self.shape,
             "contender": contender,
-            "lacks": list(CONTENDERS[contender].lacks),
+            "lacks": list(CONTENDERS[contender].lacking_features),
             "hardware": self.hardware,
             "versions": self.versions,
             "clock": round(time.monotonic() - self.began, 1),
@@ -338,7 +340,7 @@ class GroupRun:
         return True
 
     def reason_to_leave_out(self, key: str) -> str | None:
-        if self.problem.softcap is not None and "softcap" in CONTENDERS[key].lacks:
+        if self.problem.softcap is not None and "softcap" in CONTENDERS[key].lacking_features:
             return "knows no softcap"
         if time.monotonic() - self.began > SHARE_TO_BEGIN * self.args.limit:
             return f"not begun, since --limit {self.args.limit:g} was near"
@@ -416,7 +418,7 @@ def make_measurement(key: str, problem: Problem, label_smoothing: float) -> Meas
     beta: float | None = label_smoothing
     if key == BOUND:
         beta = None
-    elif {"smoothing", "chunked smoothing"}.intersection(contender.lacks):
+    elif {"smoothing", "chunked smoothing"}.intersection(contender.lacking_features):
         beta = 0.0
     name = contender.name
     if contender.package is not None:
@@ -479,7 +481,9 @@ class EarlyEnd:
     """Why a shape's process ended before all methods were measured."""
 
     reason: str
-    seconds: float | None = None  # after which it was ended from outside, if it was
+    # From the start of the process, its imports included, until it was ended from outside; None
+    # where it ended by itself.
+    seconds: float | None = None
 
 
 def run_worker(shape: str, methods: list[str], args: Arguments) -> EarlyEnd | None:
@@ -550,20 +554,25 @@ def whose_end(
     - No method ran, and one has finished: the one that broke the GPU has said so in its own row.
     - No method ran, and none has finished: nobody is to blame, and all would end so again."""
     if latest is not None and latest["state"] in RUNNING:
-        whole_but_slow = (
-            latest["state"] == "timing"
-            and ended.seconds is not None
-            and ended.seconds - latest["clock"] < HANGING
-        )
-        if not whole_but_slow:
+        if not ran_out_of_time(latest, ended):
             return [latest["contender"]], ended.reason
-        return (
-            unfinished,
-            f"not timed: all methods together took {ended.seconds:g} s; raise --limit",
-        )
+        reason = f"not timed: all methods together took {ended.seconds:g} s; raise --limit"
+        return unfinished, reason
     if len(unfinished) < len(asked):
         return [], ended.reason
     return unfinished, ended.reason
+
+
+def ran_out_of_time(latest: PeerRow, ended: EarlyEnd) -> bool:
+    """Whether a process was ended while its methods were timed, and the latest of them went on.
+
+    The limit counts from the start of the process and the clock of its lines from the end of its
+    imports. The time since the latest line is therefore read as some seconds too long, for which
+    HANGING leaves room."""
+    if latest["state"] != "timing" or ended.seconds is None:
+        return False
+    seconds_since_latest_line = ended.seconds - latest["clock"]
+    return seconds_since_latest_line < HANGING
 
 
 def unmeasured_row(shape: str, contender: str) -> PeerRow:
@@ -572,7 +581,7 @@ def unmeasured_row(shape: str, contender: str) -> PeerRow:
         "shape": shape,
         "contender": contender,
         "method": CONTENDERS[contender].name,
-        "lacks": list(CONTENDERS[contender].lacks),
+        "lacks": list(CONTENDERS[contender].lacking_features),
     }
 
 

@@ -2,9 +2,9 @@
 
     PYTHONPATH=FOLDER/kernel python compare_worker.py FOLDER JOB
 
-A sample is E Cᵀ, the call twice and E Cᵀ again, by CUDA events. It counts as the time of one call
-in products: the time of one E Cᵀ, of which it takes the mean of the two. Samples follow each other
-for `seconds`, and their median is what is measured.
+A sample runs E Cᵀ, the call, the call and E Cᵀ, timed by CUDA events. Its result is the time of the
+two calls divided by that of the two products. Samples follow each other for `seconds`, and their
+median is what is measured.
 
 Of the checkout it calls `linear_cross_entropy` alone, so that older ones can be measured. Inputs
 come from the benchmark's language.py that lies beside this script, whatever the checkout has.
@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 LANGUAGE = Path(__file__).resolve().parents[1] / "smoothce" / "bench" / "language.py"
-CONTEXT = 2.0  # of the inputs, as in real models
+# The standard deviation over the vocabulary of what a position adds to its logits
+# (smoothce/bench/language.py), as in real models.
+CONTEXT = 2.0
 LEAST_SAMPLES = 5
 MAX_REASON = 160  # characters of an error's message that are kept
 
@@ -132,7 +134,7 @@ def sample(product: Callable[[], None], step: Callable[[], None]) -> float:
     torch.cuda.synchronize()
     steps = first_product_done.elapsed_time(steps_done)
     products = begin.elapsed_time(first_product_done) + steps_done.elapsed_time(second_product_done)
-    return steps / products  # of two each
+    return steps / products  # two steps, and two products
 
 
 def main(folder: Path, job: Job) -> None:

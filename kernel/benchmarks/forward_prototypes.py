@@ -90,14 +90,16 @@ def triton_kernel(
 @triton.jit
 def join_kernel(
     parts, lses, n_blocks, FACTOR: tl.constexpr,
-    N: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+    N: tl.constexpr, PROGRAM_TOKENS: tl.constexpr, STEP_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The log-sum-exp of TOKENS tokens, in nats, from those of their tiles."""
-    rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    top = tl.full((BLOCKS, TOKENS), -1e38, tl.float32)
-    total = tl.zeros((BLOCKS, TOKENS), tl.float32)
-    for first in range(0, n_blocks, BLOCKS):
-        blocks = first + tl.arange(0, BLOCKS)
+    """The log-sum-exp of PROGRAM_TOKENS tokens, in nats, from those of their tiles.
+
+    Each step of the loop reads STEP_BLOCKS of their blocks of the vocabulary."""
+    rows = tl.program_id(0) * PROGRAM_TOKENS + tl.arange(0, PROGRAM_TOKENS)
+    top = tl.full((STEP_BLOCKS, PROGRAM_TOKENS), -1e38, tl.float32)
+    total = tl.zeros((STEP_BLOCKS, PROGRAM_TOKENS), tl.float32)
+    for first in range(0, n_blocks, STEP_BLOCKS):
+        blocks = first + tl.arange(0, STEP_BLOCKS)
         mask = (blocks < n_blocks)[:, None]
         part = tl.load(parts + blocks[:, None] * N + rows[None, :], mask=mask, other=-1e38)
         new_top = tl.maximum(top, part)
@@ -339,9 +341,11 @@ class Problem:
         }
 
     def join(self) -> None:
-        join_kernel[(TOKENS // 32,)](
-            self.parts, self.lses, len(self.parts), FACTOR=LOG2E, N=TOKENS, TOKENS=32, BLOCKS=64
-        )
+        program_tokens = 32
+        join_kernel[(TOKENS // program_tokens,)](
+            self.parts, self.lses, len(self.parts), FACTOR=LOG2E, N=TOKENS,
+            PROGRAM_TOKENS=program_tokens, STEP_BLOCKS=64,
+        )  # fmt: skip
 
     def error(self) -> float:
         """The largest difference of a log-sum-exp, in nats, over some tokens."""

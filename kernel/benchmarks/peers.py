@@ -2,11 +2,11 @@
 
     PYTHONPATH=kernel/benchmarks python -m smoothce.bench --method peers:liger peers:trl paper:loss
 
-Each takes (hidden, weight, labels, label_smoothing, softcap=None) and returns the mean loss. What a
-library has not is told once, by `lacks`. Here such a loss raises ValueError, which is a row of the
-table; `all_peers.py`, which measures all of them in one run, asks `features_lacking_of` and does
-not call a loss for what it lacks. A library is imported when its loss is first called, since some
-change torch when imported.
+Each takes (hidden, weight, labels, label_smoothing, softcap=None) and returns the mean loss. The
+decorator `lacks` names the features that a loss does not have. A loss that is called with one of
+these raises ValueError, which `smoothce.bench` prints in its row. `all_peers.py`, which measures
+all of them in one run, asks `features_lacking_of`, and does not call a loss for what it lacks. A
+library is imported when its loss is first called, since some change torch when imported.
 """
 
 import functools
@@ -34,7 +34,7 @@ QUACK_CHUNK = 4096  # tokens at a time, QuACK's own default
 
 
 def lacks(*features: Feature) -> Callable[[Loss], Loss]:
-    """Says what a loss has not, and lets it raise ValueError where it is asked for.
+    """Says which features a loss does not have, and lets it raise ValueError when asked for one.
 
     What lacks "chunked smoothing" smooths, but only with all logits in memory; it is called with a
     smoothing all the same. A bias is never asked for."""
@@ -54,7 +54,7 @@ def lacks(*features: Feature) -> Callable[[Loss], Loss]:
                 raise ValueError("knows no softcap: --softcap none")
             return loss(hidden, weight, labels, label_smoothing, softcap)
 
-        refusing.lacks = features  # type: ignore[attr-defined]
+        refusing.lacking_features = features  # type: ignore[attr-defined]
         return refusing
 
     return decorate
@@ -62,7 +62,7 @@ def lacks(*features: Feature) -> Callable[[Loss], Loss]:
 
 def features_lacking_of(loss: Loss) -> tuple[Feature, ...]:
     """What `lacks` has said of a loss; nothing for one that it does not decorate."""
-    return getattr(loss, "lacks", ())
+    return getattr(loss, "lacking_features", ())
 
 
 @lacks("chunked smoothing", "softcap")
