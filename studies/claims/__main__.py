@@ -1,11 +1,12 @@
 """The paper's claims on a real model, on this machine's GPUs.
 
     python -m studies.gguf; python -m sweeps prefetch studies/claims/config.yaml
-    python -m studies.claims MODEL [PART …] [key=value …]
+    python -m studies.claims MODEL [PART or STEP …] [key=value …]
 
-MODEL is a folder of models/. Those parts, or all of them, one after another, and then what rests on
-them; the records of each run are packed into records/MODEL/ as it ends, and `summary` and `report`
-merge them into records/MODEL.parquet. What is there is not run again, on whatever machine:
+MODEL is a folder of models/. This does the parts that are named, one after another, and then the
+steps, which rest on what the parts have trained; where none is named, it does all. The records of
+each run are packed into records/MODEL/ as it ends, and `summary` and `report` merge them into
+records/MODEL.parquet. What is there is not run again, on whatever machine. Parts, each a sweep:
 
     grid          4 learning rates at β = 0; the lowest held-out loss chooses that of other parts
     recommended   the base model; β of 0, 0.1, 0.2, 0.3 and 0.5, one epoch of the mean loss
@@ -19,6 +20,9 @@ merge them into records/MODEL.parquet. What is there is not run again, on whatev
     base-mean     β spread as the base model predicts them in the mean, at β = 0.1
     half-data     half the conversations, at β = 0
     two-epochs    all of them twice, at β = 0
+
+Steps:
+
     temperature   a temperature fitted on MMLU's val questions after β = 0
     averaged      weights averaged with the base model's after β = 0
     entropy-gap   entropy less NLL of each model that is still there, and the temperature at
@@ -46,7 +50,7 @@ from studies.claims.report import report
 from studies.claims.summary import summary
 from studies.claims.training import train
 
-# What rests on trained models, by the name of the part, in the order in which it is done.
+# What rests on trained models or on the records, by its name, in the order in which it is done.
 STEPS = {
     "temperature": fit_temperatures,
     "averaged": average_weights,
@@ -59,7 +63,7 @@ STEPS = {
 def main(
     words: list[str], runs_folder: Path = Study.runs_folder, store: RecordStore = Study.store
 ) -> int:
-    """Do the parts named, or all; returns the exit code."""
+    """Do the parts and steps named, or all; returns the exit code."""
     names = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if "-h" in words or "--help" in words:
@@ -68,18 +72,18 @@ def main(
     if not names:
         print(__doc__)
         return 2
-    model, *parts = names
+    model, *parts_and_steps = names
     study = Study(model, runs_folder, store)
-    return finish(lambda: do_parts(study, parts, overrides), CONTINUES)
+    return finish(lambda: do_parts(study, parts_and_steps, overrides), CONTINUES)
 
 
 def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
-    """Do the parts named, or all; raises InputError naming those that failed."""
+    """Do the parts and steps named, or all; raises InputError naming the parts that failed."""
     os.chdir(REPOSITORY)
     known = [*(part.name for part in PARTS), *STEPS]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise InputError(f"{', '.join(unknown)}: no such part; known: {', '.join(known)}")
+        raise InputError(f"{', '.join(unknown)}: no such part or step; known: {', '.join(known)}")
     wanted = names or known
     failed: list[str] = []
     for part in PARTS:

@@ -1,4 +1,4 @@
-"""The runs of a model that have answers, and how they are found by part, β and seed."""
+"""The runs of a model that have answers, and how they are found by origin, β and seed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,14 @@ class AnsweredRun:
 
 @dataclass(frozen=True)
 class Term:
-    """The runs of a part, at one label smoothing or, without it, at any."""
+    """The runs of an origin (`RunRecord.origin`), at one label smoothing or, without it, at any."""
 
-    part: str
+    origin: str
     label_smoothing: float | None = None
 
     def matches(self, record: RunRecord) -> bool:
         """Whether a run is one of these."""
-        if record.part != self.part:
+        if record.origin != self.origin:
             return False
         return self.label_smoothing is None or record.label_smoothing == self.label_smoothing
 
@@ -43,9 +43,9 @@ LETTER_TASKS = {"mmlu": "MMLU", "arc-letters": "ARC-Easy", "hellaswag-letters": 
 UNPACKED = "DONE"  # beside a run's unpacked answers: the state of the file they come from
 
 
-def unpacked_folder(study: Study, part: str, run: str) -> Path:
+def unpacked_folder(study: Study, origin: str, run: str) -> Path:
     """Where a run's answers are unpacked."""
-    return study.runs_folder / "unpacked" / study.model / part / run
+    return study.runs_folder / "unpacked" / study.model / origin / run
 
 
 def unpack_scored_runs(study: Study) -> list[AnsweredRun]:
@@ -58,7 +58,7 @@ def unpack_scored_runs(study: Study) -> list[AnsweredRun]:
     for record in records:
         if not record.tasks:
             continue
-        folder = unpacked_folder(study, record.part, record.run)
+        folder = unpacked_folder(study, *record.key)
         if not _is_unpacked(study, record, folder):
             (folder / UNPACKED).unlink(missing_ok=True)
             study.store.unpack(study.model, record, questions, folder)
@@ -88,7 +88,7 @@ def files_by_seed(runs: list[AnsweredRun], term: Term, task: str) -> dict[int | 
             both = f"{runs_by_seed[seed].record.run} and {run.record.run}"
             smoothing = "" if term.label_smoothing is None else f", β = {term.label_smoothing:g}"
             raise InputError(
-                f"{both} are both runs of {term.part}{smoothing}, seed {seed}; move the records "
+                f"{both} are both runs of {term.origin}{smoothing}, seed {seed}; move the records "
                 f"of one of them out of records/"
             )
         runs_by_seed[seed] = run

@@ -1,8 +1,9 @@
-"""Parts that are trained by nobody: their answers are made of other runs' answers.
+"""Derivations: runs that nobody trained, whose answers are made of other runs' answers.
 
-`DERIVED` has a function for each such part. It reads the answers of the runs that were scored,
-divides their log-probabilities by a temperature, and returns runs like the scored ones. A further
-part is a function here, a line in `DERIVED`, and one in `report.TEMPERATURES`.
+`DERIVATIONS` has a function for each. It reads the answers of the runs that were scored, divides
+their log-probabilities by a temperature, and returns runs like the scored ones, whose `origin` is
+the derivation's name. A further derivation is a function here, a line in `DERIVATIONS`, one in
+`report.TEMPERATURES`, and a `Term` of its name in a contrast.
 """
 
 import sys
@@ -34,13 +35,13 @@ from studies.claims.records import RunRecord
 
 
 def answered_runs(study: Study) -> list[AnsweredRun]:
-    """Every run of a model that has answers: those that were scored, and those of `DERIVED`.
+    """Every run of a model that has answers: those that were scored, and those of `DERIVATIONS`.
 
     The answers are written below the study's folder of runs.
     """
     scored = unpack_scored_runs(study)
     runs = [*scored]
-    for derive in DERIVED.values():
+    for derive in DERIVATIONS.values():
         runs += derive(study, scored)
     return runs
 
@@ -52,9 +53,9 @@ def at_fitted_temperatures(study: Study, scored: list[AnsweredRun]) -> list[Answ
     """
     runs = []
     for record in study.store.runs(study.model):
-        if record.part == "temperature":
-            assert record.temperature is not None  # every run of the part `temperature` has one
-            folder = unpacked_folder(study, record.part, record.run)
+        if record.origin == "temperature":
+            assert record.temperature is not None  # every run of the step `temperature` has one
+            folder = unpacked_folder(study, *record.key)
             files = files_of_seed(scored, PLAIN, record.seed)
             tasks = write_at_temperature(files, record.temperature, folder)
             runs.append(AnsweredRun(replace(record, tasks=tasks), folder))
@@ -81,7 +82,7 @@ def at_dacas_temperature(study: Study, scored: list[AnsweredRun]) -> list[Answer
             continue
         record = RunRecord("daca", f"{seed}", label_smoothing=0.0, seed=seed)
         record.temperature = temperature
-        folder = unpacked_folder(study, record.part, record.run)
+        folder = unpacked_folder(study, *record.key)
         files = files_of_seed(scored, PLAIN, seed)
         record.tasks = write_at_temperature(files, temperature, folder)
         runs.append(AnsweredRun(record, folder))
@@ -100,7 +101,7 @@ def over_trained_at_a_temperature(study: Study, scored: list[AnsweredRun]) -> li
         answers = read_records(mmlu)
         record = RunRecord("over-trained-temperature", f"{seed}", label_smoothing=0.0, seed=seed)
         record.temperature, _ = scaling.fit(answers, np.ones(len(answers), bool))
-        folder = unpacked_folder(study, record.part, record.run)
+        folder = unpacked_folder(study, *record.key)
         files = files_of_seed(scored, OVER_TRAINED, seed)
         del files["mmlu"]
         halves, _ = cross_fitted(answers)
@@ -116,8 +117,9 @@ def over_trained_at_a_temperature(study: Study, scored: list[AnsweredRun]) -> li
     return runs
 
 
-# What makes the runs of each derived part, of a study and its scored runs.
-DERIVED: dict[str, Callable[[Study, list[AnsweredRun]], list[AnsweredRun]]] = {
+# What makes the runs of each derivation, of a study and its scored runs. That of `temperature`
+# reads the temperatures which the step of that name has fitted.
+DERIVATIONS: dict[str, Callable[[Study, list[AnsweredRun]], list[AnsweredRun]]] = {
     "temperature": at_fitted_temperatures,
     "daca": at_dacas_temperature,
     "over-trained-temperature": over_trained_at_a_temperature,

@@ -44,7 +44,7 @@ def draw_forest(study: Study, out: Path) -> None:
             draw_column(axis, cells, filled=quantity.confidence == "choices")
         for axis in axes:
             set_scale(axis)
-            for row in first_rows_of_settings(list(rows)):
+            for row in first_rows_of_groups(list(rows)):
                 axis.axhline(row - 0.5, color=GREY, lw=0.4)
         axes[0].set_yticks(range(len(rows)), rows)
         axes[0].set_ylim(max(len(rows), 1) - 0.5, -0.5)
@@ -69,10 +69,10 @@ def forest_rows(study: Study) -> dict[str, list[Difference | None]]:
     return rows
 
 
-def first_rows_of_settings(names: list[str]) -> list[int]:
-    """The rows before which a line is drawn: another setting or model begins there."""
-    settings = [name.rpartition(": β = ")[0] for name in names]
-    return [row for row in range(1, len(settings)) if settings[row] != settings[row - 1]]
+def first_rows_of_groups(names: list[str]) -> list[int]:
+    """The rows before which a line is drawn: those of another model or setting begin there."""
+    groups = [name.rpartition(": β = ")[0] for name in names]
+    return [row for row in range(1, len(groups)) if groups[row] != groups[row - 1]]
 
 
 def draw_column(axis: "Axes", cells: list[Difference | None], filled: bool) -> None:

@@ -1,6 +1,8 @@
 """The parts of a study: what each changes in config.yaml, and at which learning rate.
 
-A part is a sweep of `training.py`. What rests on trained models is in `posthoc.py`.
+A *part* is a sweep, which `training.py` trains. A *step* is what is done afterwards, of
+`__main__.STEPS`. A *derivation*, of `derived.py`, makes runs of other runs' answers. Records name
+the part, step or derivation that their run comes from, or `base`: `RunRecord.origin`.
 """
 
 import sys
@@ -162,7 +164,7 @@ def losses_of_grid(study: Study) -> "pd.Series[float]":
     Rates of which a seed has diverged are left out.
     """
     runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
-    grid = runs[runs.part == "grid"]
+    grid = runs[runs.origin == "grid"]
     if grid.empty:
         raise InputError(f"{study.model}, grid: no run is trained; the part grid comes first")
     losses = grid.groupby("learning_rate").held_out_loss.apply(lambda of_rate: of_rate.to_numpy())
@@ -186,7 +188,7 @@ class EqualLosses:
 def equal_losses(study: Study) -> EqualLosses | None:
     """What became of the part `equal`; None where it has no runs."""
     runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
-    plain = runs[runs.part == "equal"]
+    plain = runs[runs.origin == "equal"]
     if plain.empty:
         return None
     smoothed = loss_to_equal(study)
@@ -194,14 +196,14 @@ def equal_losses(study: Study) -> EqualLosses | None:
         learning_rate=float(plain.learning_rate.iloc[0]),
         plain=float(plain.held_out_loss.mean()),
         smoothed=smoothed,
-        is_end_of_grid=bool(smoothed > losses_of_the_worse_side(losses_of_grid(study)).iloc[-1]),
+        is_end_of_grid=bool(smoothed > losses_outwards_from_best(losses_of_grid(study)).iloc[-1]),
     )
 
 
 def loss_to_equal(study: Study) -> float:
     """The held-out loss that `recommended` has at β = 0.1, in the mean over seeds."""
     runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
-    smoothed = runs[(runs.part == "recommended") & (runs.label_smoothing == 0.1)]
+    smoothed = runs[(runs.origin == "recommended") & (runs.label_smoothing == 0.1)]
     loss = float(smoothed.held_out_loss.mean())
     if not np.isfinite(loss):
         raise InputError(
@@ -211,12 +213,18 @@ def loss_to_equal(study: Study) -> float:
     return loss
 
 
-def losses_of_the_worse_side(losses: "pd.Series[float]") -> "pd.Series[float]":
-    """The losses from the chosen rate on, towards that end of the grid whose loss is larger."""
+def losses_outwards_from_best(losses: "pd.Series[float]") -> "pd.Series[float]":
+    """The held-out losses on one side of the best learning rate, the best first, going outwards.
+
+    Of the two sides, of lower and of higher rates, it is the one that ends at the larger loss, and
+    so reaches farther.
+    """
     best = int(losses.argmin())
     towards_lower_rates = losses.iloc[: best + 1][::-1]
     towards_higher_rates = losses.iloc[best:]
-    return max(towards_lower_rates, towards_higher_rates, key=lambda losses: losses.iloc[-1])
+    if towards_lower_rates.iloc[-1] >= towards_higher_rates.iloc[-1]:
+        return towards_lower_rates
+    return towards_higher_rates
 
 
 def equal_rate(study: Study) -> float:
@@ -227,7 +235,7 @@ def equal_rate(study: Study) -> float:
     rate is the end's, and a line on stderr says that the losses are not equal. Raises InputError
     where a loss falls on the way to that end: then several rates have the same loss.
     """
-    losses = losses_of_the_worse_side(losses_of_grid(study))
+    losses = losses_outwards_from_best(losses_of_grid(study))
     if not losses.is_monotonic_increasing:
         read = ", ".join(f"{loss:.4f} at {rate:g}" for rate, loss in losses.items())
         raise InputError(

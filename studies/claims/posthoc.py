@@ -1,4 +1,4 @@
-"""What is done with trained models: temperatures, averages of weights, and entropy gaps."""
+"""The steps that need trained models: temperatures, averages of weights, and entropy gaps."""
 
 import sys
 from pathlib import Path
@@ -34,28 +34,28 @@ def fit_temperatures(study: Study) -> None:
     out = study.part_folder("temperature")
     for entry in temperatures.fit_to_mmlu(plain, results, Path("data/mmlu"), out):
         file = Path(entry["records"])
-        setting = {name: entry[name] for name in RUN_KEYS}
+        run_keys = {name: entry[name] for name in RUN_KEYS}
         temperature = meta(file)["temperature"]["temperature"]
-        record = RunRecord("temperature", file.stem, temperature=temperature, **setting)
+        record = RunRecord("temperature", file.stem, temperature=temperature, **run_keys)
         study.store.add(study.model, record, {})
 
 
-def tell_of_absent_models(study: Study, part: str, runs_with_models: list[str]) -> None:
-    """Name on stderr the runs of `recommended` at β = 0 for which a part cannot be done.
+def tell_of_absent_models(study: Study, step: str, runs_with_models: list[str]) -> None:
+    """Name on stderr the runs of `recommended` at β = 0 for which a step cannot be done.
 
-    They have no record of `part` and no trained model here.
+    They have no record of `step` and no trained model here.
     """
     recorded = study.store.keys(study.model)
     absent = []
     for record in study.store.runs(study.model):
-        is_plain = record.part == "recommended" and record.label_smoothing == 0
-        is_wanted = is_plain and (part, record.run) not in recorded
+        is_plain = record.origin == "recommended" and record.label_smoothing == 0
+        is_wanted = is_plain and (step, record.run) not in recorded
         if is_wanted and record.run not in runs_with_models:
             absent.append(record.run)
     if absent:
         folder = study.part_folder("recommended")
         print(
-            f"{part}: skipped for {', '.join(absent)}, since no trained model is in {folder}; "
+            f"{step}: skipped for {', '.join(absent)}, since no trained model is in {folder}; "
             "the records of other runs stay as they are",
             file=sys.stderr,
         )
@@ -80,8 +80,8 @@ def average_weights(study: Study) -> None:
 
     recorded = study.store.keys(study.model)
     for run in tqdm(runs, "averages", unit="model"):
-        setting = {name: run.config().train[name] for name in RUN_KEYS}
-        record = RunRecord("averaged", run.name, **setting)
+        run_keys = {name: run.config().train[name] for name in RUN_KEYS}
+        record = RunRecord("averaged", run.name, **run_keys)
         if record.label_smoothing == 0 and record.key not in recorded:
             folder = study.part_folder("averaged") / run.name
             record.alpha = gpu_measures.score_average(run, folder)
@@ -107,7 +107,7 @@ def measure_entropy_gaps(study: Study) -> None:
     for part, run in tqdm(runs, "entropy gaps", unit="model"):
         if (part, run.name) in measured:
             continue
-        setting = {name: run.config().train[name] for name in (*RUN_KEYS, "smoothing_target")}
-        rows.append({"run": run.name, "part": part, **setting, **gpu_measures.entropy_gap(run)})
+        run_keys = {name: run.config().train[name] for name in (*RUN_KEYS, "smoothing_target")}
+        rows.append({"run": run.name, "part": part, **run_keys, **gpu_measures.entropy_gap(run)})
         measured.add((part, run.name))
         write_rows(out, rows)

@@ -1,19 +1,19 @@
 """The published records of every run, one Parquet file a model, readable with pandas alone.
 
-    records/<model>.parquet               every question of every run of a model
-    records/questions.parquet             what was asked, which is the same for all models
-    records/manifest.json                 the SHA-256, rows and bytes of these two kinds of files
-    records/<model>/entropy_gap.jsonl     entropy less log loss on held-out answers, a line a run
-    records/<model>/<part>/<run>.parquet  a run that ended and is not yet merged into its model's
+    records/<model>.parquet                 every question of every run of a model
+    records/questions.parquet               what was asked, which is the same for all models
+    records/manifest.json                   the SHA-256, rows and bytes of these two kinds of files
+    records/<model>/entropy_gap.jsonl       entropy less log loss on held-out answers, a line a run
+    records/<model>/<origin>/<run>.parquet  a run that ended and is not yet merged into its model's
 
-A row of a model's file is one question of one run, beside the run's setting. A run that was not
-scored has one row, whose task is null. Log-probabilities are kept in steps of 1/128, as 16-bit
-integers: `row.logprob_steps / 128`. Rounding moves a log-probability by at most 1/256, as often up
-as down. So it moves a probability p among all tokens by about p / 256 at most, and one among the
-choices by about p (1 - p) / 128 at most, where p is rounded one way and the others the other way.
-The smallest 16-bit number stands for all log-probabilities below −256; only long continuations have
-such, whose probability is 0 either way. A row group is a run, so that one run is read without the
-others.
+A row of a model's file is one question of one run, beside the run's learning rate, β and seed. The
+column `part` is the run's `RunRecord.origin`. A run that was not scored has one row, whose task is
+null. Log-probabilities are kept in steps of 1/128, as 16-bit integers: `row.logprob_steps / 128`.
+Rounding moves a log-probability by at most 1/256, as often up as down. So it moves a probability p
+among all tokens by about p / 256 at most, and one among the choices by about p (1 - p) / 128 at
+most, where p is rounded one way and the others the other way. The smallest 16-bit number stands for
+all log-probabilities below −256; only long continuations have such, whose probability is 0 either
+way. A row group is a run, so that one run is read without the others.
 
 `add` writes a run's own small file, and `merge` moves such files into the model's file, both under
 a lock. Where a run has a file of its own and is in the model's file too, it was recorded again
@@ -88,25 +88,29 @@ Questions = dict[str, list[dict[str, Any]]]  # by task, in the order in which th
 
 @dataclass
 class RunRecord:
-    """The setting of a run, and how many questions of each task it answered."""
+    """What is kept of a run beside its answers, and how many questions of each task it answered."""
 
-    part: str
+    # A part of the study, a step (`temperature` or `averaged`), a derivation of `derived.py`, or
+    # `base`, the base model, which all parts share.
+    origin: str
     run: str
     learning_rate: float | None = None
     label_smoothing: float | None = None
     seed: int | None = None
     held_out_loss: float | None = None
-    temperature: float | None = None  # of the part `temperature`
-    alpha: float | None = None  # the tuned model's weight, of the part `averaged`
+    temperature: float | None = None  # at which the run's answers are read
+    alpha: float | None = None  # the tuned model's weight, of the step `averaged`
     tasks: dict[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str]:
         """What tells a run apart: a model of `recommended` has its name in other parts too."""
-        return self.part, self.run
+        return self.origin, self.run
 
 
 RECORD_COLUMNS = [each.name for each in fields(RunRecord) if each.name != "tasks"]
+# The same in the files, whose columns keep the names under which they were published.
+FILE_COLUMNS = ["part" if name == "origin" else name for name in RECORD_COLUMNS]
 
 
 class RecordStore:
@@ -121,9 +125,9 @@ class RecordStore:
         """The file of all merged runs of a model."""
         return self.folder / f"{model}.parquet"
 
-    def staged_file(self, model: str, part: str, run: str) -> Path:
+    def staged_file(self, model: str, origin: str, run: str) -> Path:
         """The file of one run until it is merged."""
-        return self.folder / model / part / f"{run}.parquet"
+        return self.folder / model / origin / f"{run}.parquet"
 
     def entropy_gap_file(self, model: str) -> Path:
         """The entropy gaps of a model's runs, as JSON lines."""
@@ -136,12 +140,12 @@ class RecordStore:
         return sorted(merged | staged)
 
     def runs(self, model: str) -> list[RunRecord]:
-        """Every run of a model, merged or not, in the order of parts and names."""
+        """Every run of a model, merged or not, in the order of origins and names."""
         records, _ = self._records_and_files(model)
         return [records[key] for key in sorted(records)]
 
     def keys(self, model: str) -> set[tuple[str, str]]:
-        """The (part, run) of every run of a model."""
+        """The origin and the name of every run of a model."""
         return {record.key for record in self.runs(model)}
 
     def questions(self) -> Questions:
@@ -186,9 +190,10 @@ class RecordStore:
                 path.unlink()
 
     def file_state(self, model: str, record: RunRecord) -> str:
-        """The name, size and time of the file that holds a run's records, as a text.
+        """The name, size and time of the file that holds a run's answers, as a text.
 
-        It differs once they have changed, and after a merge, which changes the file alone.
+        A text that is as before says that the answers are. Another one does not say that they have
+        changed: a merge, which changes none, moves them into another file.
         """
         path = self._file_of(model, record.key)
         status = path.stat()
@@ -236,7 +241,7 @@ class RecordStore:
         records: dict[tuple[str, str], RunRecord] = {}
         files: dict[tuple[str, str], Path] = {}
         for path in [*self._staged(model), self.model_file(model)]:
-            for record in _read_settings(path):
+            for record in _read_records(path):
                 records.setdefault(record.key, record)
                 files.setdefault(record.key, path)
         return records, files
@@ -302,12 +307,14 @@ def _run_table(record: RunRecord, steps: list[np.ndarray]) -> pa.Table:
         tasks += [task] * count
         numbers += range(count)
     answers: list[np.ndarray | None] = [*steps]
-    if not tasks:  # the setting of a run that was not scored stands in one row
+    if not tasks:  # a run that was not scored has one row
         tasks.append(None)
         numbers.append(None)
         answers.append(None)
-    setting = asdict(record)
-    columns = {name: [setting[name]] * len(tasks) for name in RECORD_COLUMNS}
+    value_of = asdict(record)
+    columns: dict[str, list[Any]] = {}
+    for name, column in zip(RECORD_COLUMNS, FILE_COLUMNS, strict=True):
+        columns[column] = [value_of[name]] * len(tasks)
     columns.update(task=tasks, question=numbers, logprob_steps=answers)
     return pa.Table.from_pydict(columns, schema=RUN_SCHEMA)
 
@@ -321,7 +328,7 @@ def _write_tables(path: Path, tables: Iterable[pa.Table]) -> None:
             RUN_SCHEMA,
             compression="zstd",
             compression_level=19,
-            use_dictionary=[*RECORD_COLUMNS, "task"],
+            use_dictionary=[*FILE_COLUMNS, "task"],
             # The high bytes of all steps, and then their low bytes, compress better than pairs.
             column_encoding={
                 "logprob_steps.list.element": "BYTE_STREAM_SPLIT",
@@ -336,11 +343,11 @@ def _write_tables(path: Path, tables: Iterable[pa.Table]) -> None:
 
 
 def _read_run(path: Path, key: tuple[str, str]) -> pa.Table:
-    part, run = key
-    return pq.read_table(path, filters=[("part", "==", part), ("run", "==", run)])
+    origin, run = key
+    return pq.read_table(path, filters=[("part", "==", origin), ("run", "==", run)])
 
 
-def _read_settings(path: Path) -> list[RunRecord]:
+def _read_records(path: Path) -> list[RunRecord]:
     """The runs of a file, without their answers; none where there is no file."""
     try:
         file = pq.ParquetFile(path)
@@ -349,9 +356,10 @@ def _read_settings(path: Path) -> list[RunRecord]:
     records = []
     with file:
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, columns=[*RECORD_COLUMNS, "task"])
-            (setting,) = table.select(RECORD_COLUMNS).slice(0, 1).to_pylist()
+            table = file.read_row_group(group, columns=[*FILE_COLUMNS, "task"])
+            (values,) = table.select(FILE_COLUMNS).slice(0, 1).to_pylist()
+            values["origin"] = values.pop("part")
             counts = table["task"].value_counts().to_pylist()
             tasks = {each["values"]: each["counts"] for each in counts if each["values"]}
-            records.append(RunRecord(**setting, tasks=tasks))
+            records.append(RunRecord(**values, tasks=tasks))
     return records

@@ -29,7 +29,7 @@ from studies.claims.parts import Study, equal_losses
 from studies.claims.records import RECORD_COLUMNS, RunRecord
 from sweeps.runs.files import read_rows
 
-# What a part's temperature was fitted to.
+# What the temperatures of each derivation were fitted to.
 TEMPERATURES = {
     "temperature": "fitted after β = 0, on MMLU's validation questions",
     "daca": "DACA's after β = 0",
@@ -104,12 +104,18 @@ def held_out_loss_table(study: Study) -> list[str]:
     runs = runs[runs.held_out_loss.notna()]
     if runs.empty:
         return []
-    # Some records of other parts do not tell their rate, and are of the same setting all the same.
-    rates_of_grid = runs.learning_rate.where(runs.part == "grid", 0.0)
-    groups = runs.assign(rate=rates_of_grid).groupby(["part", "rate", "label_smoothing"])
+    # Some records of other parts do not tell their rate, which is that of the part's other runs.
+    rates_of_grid = runs.learning_rate.where(runs.origin == "grid", 0.0)
+    groups = runs.assign(rate=rates_of_grid).groupby(["origin", "rate", "label_smoothing"])
     means = groups.held_out_loss.agg(["mean", "size"]).reset_index()
     lines = ["| part | learning rate of `grid` | β | held-out loss | seeds |", "|---" * 5 + "|"]
-    columns = (means["part"], means["rate"], means["label_smoothing"], means["mean"], means["size"])
+    columns = (
+        means["origin"],
+        means["rate"],
+        means["label_smoothing"],
+        means["mean"],
+        means["size"],
+    )
     for part, rate, beta, loss, seeds in zip(*columns, strict=True):
         rate_cell = f"{rate:g}" if part == "grid" else ""
         lines.append(f"| {part} | {rate_cell} | {beta:g} | {loss:.3f} | {seeds} |")
@@ -118,16 +124,16 @@ def held_out_loss_table(study: Study) -> list[str]:
 
 def temperature_lines(records: Iterable[RunRecord]) -> list[str]:
     """A row for each kind of temperature that was fitted, with its range over seeds."""
-    temperatures_of_parts: dict[str, list[float]] = {}
+    temperatures_by_origin: dict[str, list[float]] = {}
     for record in records:
         if record.temperature is not None:
-            temperatures_of_parts.setdefault(record.part, []).append(record.temperature)
-    if not temperatures_of_parts:
+            temperatures_by_origin.setdefault(record.origin, []).append(record.temperature)
+    if not temperatures_by_origin:
         return []
     lines = ["| temperature | over seeds |", "|---|---|"]
-    for part, name in TEMPERATURES.items():
-        if part in temperatures_of_parts:
-            lines.append(f"| {name} | {format_temperatures(temperatures_of_parts[part])} |")
+    for derivation, name in TEMPERATURES.items():
+        if derivation in temperatures_by_origin:
+            lines.append(f"| {name} | {format_temperatures(temperatures_by_origin[derivation])} |")
     return [*lines, ""]
 
 

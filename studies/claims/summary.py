@@ -1,7 +1,8 @@
 """The plain table of a model: what it answers in each setting, without contrasts.
 
-A row is a setting and a label smoothing, in the mean over seeds; there is a table for each task
-that was asked by letters, of `recommended` and `over-trained`, and one of MMLU for `high-rate` and
+A *setting* is how a model was trained, but for the label smoothing β and the seed, or that it was
+not. A row is a setting and a β, in the mean over seeds; there is a table for each task that was
+asked by letters, of `recommended` and `over-trained`, and one of MMLU for `high-rate` and
 `two-epochs`. Accuracy and log loss have 95 % intervals over questions and seeds, as in
 `calibeval metrics`. Expected calibration errors have none, since resamples of questions read larger
 ones than the questions do; each table says what a calibrated model would read instead.

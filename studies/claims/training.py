@@ -98,13 +98,13 @@ def launches_of(runs: list[Run]) -> list[Launch]:
     Seeds that lack the same runs are trained together.
     """
     seeds_of_rectangle: dict[tuple[tuple[float, ...], tuple[float, ...]], list[int]] = {}
-    settings_of_seed: dict[int, list[tuple[float, float]]] = {}
+    pairs_of_seed: dict[int, list[tuple[float, float]]] = {}
     for run in runs:
         train_keys = run.config().train
         pair = (train_keys["learning_rate"], train_keys["label_smoothing"])
-        settings_of_seed.setdefault(train_keys["seed"], []).append(pair)
-    for seed in sorted(settings_of_seed):
-        for rectangle in rectangles_of(settings_of_seed[seed]):
+        pairs_of_seed.setdefault(train_keys["seed"], []).append(pair)
+    for seed in sorted(pairs_of_seed):
+        for rectangle in rectangles_of(pairs_of_seed[seed]):
             seeds_of_rectangle.setdefault(rectangle, []).append(seed)
     return [
         Launch(learning_rates, label_smoothings, tuple(seeds))
@@ -113,14 +113,14 @@ def launches_of(runs: list[Run]) -> list[Launch]:
 
 
 def rectangles_of(
-    settings: list[tuple[float, float]],
+    pairs: list[tuple[float, float]],
 ) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     """Pairs of a learning rate and a β, as rectangles: rates and β, all pairs of which are there.
 
     Rates with the same β are in one rectangle.
     """
     smoothings_of_rate: dict[float, list[float]] = {}
-    for learning_rate, label_smoothing in settings:
+    for learning_rate, label_smoothing in pairs:
         smoothings = smoothings_of_rate.setdefault(learning_rate, [])
         if label_smoothing not in smoothings:
             smoothings.append(label_smoothing)
@@ -165,7 +165,7 @@ def files_of_tasks(run: Run) -> dict[str, Path]:
 
 
 def record_key(part: Part, run: Run) -> tuple[str, str]:
-    """The part and the name of a run in the records; the base model's run is no part's own."""
+    """The origin and the name of a run in the records; the base model's run is no part's own."""
     if run.config().backend:
         return part.name, run.name
     return "base", run.name
@@ -190,9 +190,9 @@ def keep_run(study: Study, part: Part, run: Run) -> None:
     What the base model has answered to tasks of other parts stays in its record.
     """
     config = run.config()
-    setting: dict[str, Any] = {name: config.train.get(name) for name in RUN_KEYS}
+    run_keys: dict[str, Any] = {name: config.train.get(name) for name in RUN_KEYS}
     key = record_key(part, run)
-    record = RunRecord(*key, held_out_loss=held_out_loss(run), **setting)
+    record = RunRecord(*key, held_out_loss=held_out_loss(run), **run_keys)
     files = files_of_tasks(run)
     with tempfile.TemporaryDirectory() as folder:
         if config.is_baseline:

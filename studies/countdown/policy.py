@@ -8,10 +8,11 @@ Of G answers y_i to a problem x, of T_i tokens, r_i is 1 where y_i is right, els
     A_it = A_i − α (log π(y_it) + H_it)                the entropy bonus, H_it the token's entropy
     loss = mean_i Σ_t A_it nll_it
 
-π_old is the policy that drew the answers, one update a draw, so that no ratio is clipped. The last
-line's gradient is in the mean that of −α Σ_t H_it, without a gradient through the logits. ℓ does
-not grow with the length, so that γ means the same for short and long answers. As published, the
-smoothing is not centred, and a group without a wrong answer is pushed by it alone.
+π_old is the policy that drew the answers, one update a draw, so that no ratio is clipped. A_it is
+taken as a number: neither log π(y_it) nor H_it in it is differentiated. All the same, in the mean
+over drawn tokens the bonus adds the gradient of −α Σ_t H_it to that of the loss. ℓ does not grow
+with the length, so that γ means the same for short and long answers. As published, the smoothing is
+not centred, and a group without a wrong answer is pushed by it alone.
 """
 
 from dataclasses import dataclass

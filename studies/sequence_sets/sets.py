@@ -20,8 +20,9 @@ from calibeval import conformal
 ALL = "all entities"  # of a sentence
 SIDAK = "all entities, Šidák"
 MANY = ": five and more"
-# The fewest right entities of the sentences that a row counts, by what its name adds.
-LEAST_ENTITIES = {"": 1, MANY: 5}
+# Each kind of set has two rows: one of all sentences with a right entity, and one of those with at
+# least five. By the suffix of a row's name, how many right entities a sentence needs to be counted.
+LEAST_ENTITIES_BY_SUFFIX = {"": 1, MANY: 5}
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def entity_sets(
     Šidák takes a sentence's for independent.
     """
     table = spans(sentences)
-    names = [kind + addition for kind in (ALL, SIDAK) for addition in LEAST_ENTITIES]
+    names = [kind + suffix for kind in (ALL, SIDAK) for suffix in LEAST_ENTITIES_BY_SUFFIX]
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for half, _ in conformal.halves(len(sentences), splits):
         calibrates = table.sentence.isin(half)
@@ -148,10 +149,10 @@ def entity_sets(
         for kind in (ALL, SIDAK):
             limits = _limits(right, test, alpha, together=kind == SIDAK)
             by_sentence = _sets_of_sentences(test, limits)
-            for addition, least in LEAST_ENTITIES.items():
+            for suffix, least in LEAST_ENTITIES_BY_SUFFIX.items():
                 counted = by_sentence[by_sentence.number >= least]
                 result = counted.covered.mean(), counted.set_size.mean()
-                results[kind + addition].append(result)
+                results[kind + suffix].append(result)
     means = {}
     for name, result_of_splits in results.items():
         coverage, size = np.mean(result_of_splits, axis=0)

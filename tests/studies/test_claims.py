@@ -115,7 +115,7 @@ def test_the_grid_comes_first_and_the_report_last(monkeypatch, capsys):
     assert done(MODEL, failing=["recommended"]) == (2, without_equal)
     assert "not whole: recommended, equal; why is said above" in capsys.readouterr().err
     assert done(MODEL, "gird") == (2, [])
-    assert "gird: no such part; known: grid, recommended" in capsys.readouterr().err
+    assert "gird: no such part or step; known: grid, recommended" in capsys.readouterr().err
     assert done() == (2, [])
 
 
@@ -258,7 +258,7 @@ def test_the_base_model_alone_is_scored_where_only_it_lacks_records(
     for run in plan_sweep(CONFIG, overrides).runs:
         tiny_study.store.add("tiny", RunRecord(*training.record_key(seeds, run)), {})
     assert training.train(tiny_study, seeds, overrides) == 0
-    (base,) = (record for record in tiny_study.store.runs("tiny") if record.part == "base")
+    (base,) = (record for record in tiny_study.store.runs("tiny") if record.origin == "base")
     assert base.tasks["mmlu"] > 0
     monkeypatch.setattr(training.subprocess, "run", None)  # it is not scored again
     assert training.train(tiny_study, seeds, overrides) == 0
@@ -414,7 +414,7 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders,
                 ours[name].copy_((1 - alpha) * theirs + alpha * ours[name])
             made[alpha] = calibeval.score(model, tokenizer, TASKS, progress=False)
             losses[alpha] = scaling.nll(made[alpha]["val"], 1.0)
-        assert record.part == "averaged" and record.seed == cell.config().train["seed"]
+        assert record.origin == "averaged" and record.seed == cell.config().train["seed"]
         assert record.alpha == min(losses, key=losses.get)
         before, after = made[record.alpha]["test"], records.read(out / "mmlu.jsonl")
         assert record.tasks == {"mmlu": len(before.ids)} and (out / "DONE").exists()
@@ -528,7 +528,7 @@ def test_models_that_agree_on_no_question_have_no_temperature_by_agreement(study
     study.store.add(MODEL, RunRecord("base", "b"), {"mmlu": base})
     plain = RunRecord("recommended", "p", label_smoothing=0.0, seed=0)
     study.store.add(MODEL, plain, {"mmlu": tuned})
-    assert {run.record.part for run in derived.answered_runs(study)} == {"base", "recommended"}
+    assert {run.record.origin for run in derived.answered_runs(study)} == {"base", "recommended"}
     assert "daca: skipped for" in capsys.readouterr().err
 
 
@@ -690,7 +690,7 @@ def test_the_quick_figures_are_those_of_the_file_as_it_is_now(folders):
 def test_a_line_is_drawn_where_another_setting_begins():
     """Also where a model lacks a β."""
     names = ["A: β = 0.1", "A: β = 0.2", "A, over-trained: β = 0.1", "B: β = 0.1", "B: β = 0.2"]
-    assert forest.first_rows_of_settings(names) == [2, 3]
+    assert forest.first_rows_of_groups(names) == [2, 3]
 
 
 def test_a_part_stands_in_the_first_tables_by_its_label_alone():
@@ -825,7 +825,7 @@ def test_what_lacks_its_model_is_skipped_by_name(study, capsys):
     folder = study.part_folder("recommended")
     assert f"temperature: skipped for r1, since no trained model is in {folder}" in lines[0]
     assert f"averaged: skipped for r0, r1, since no trained model is in {folder}" in lines[-1]
-    assert [record.run for record in study.store.runs(MODEL) if record.part == "temperature"] == [
+    assert [record.run for record in study.store.runs(MODEL) if record.origin == "temperature"] == [
         "r0"
     ]
 
@@ -842,7 +842,7 @@ def test_the_base_model_is_asked_the_tasks_of_all_parts(study, folders, monkeypa
         overrides = [*parts.sweep_overrides(study, part, []), f"output_root={study.runs_folder}"]
         plan = plan_sweep(CONFIG, overrides)
         selections = training.overrides_of_missing_runs(study, part, plan)
-        recorded = {record.part: record for record in study.store.runs(MODEL)}
+        recorded = {record.origin: record for record in study.store.runs(MODEL)}
         asked = {task.key for run in plan.baselines for task in run.config().score.tasks}
         is_complete = "base" in recorded and asked <= recorded["base"].tasks.keys()
         assert all(("score.base=false" in words) == is_complete for words in selections)

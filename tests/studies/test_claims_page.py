@@ -321,7 +321,7 @@ def rows_of_first_tables() -> list[tuple[str, str, list[str]]]:
 @pytest.mark.parametrize("model", [LARGE, SMALL])
 def test_the_rows_of_base_models_are_what_the_records_say(model, tmp_path):
     """They take seconds; all other rows are slow tests below."""
-    (record,) = [record for record in PUBLISHED.runs(model) if record.part == "base"]
+    (record,) = [record for record in PUBLISHED.runs(model) if record.origin == "base"]
     PUBLISHED.unpack(model, record, PUBLISHED.questions(), tmp_path)
     run = answers.AnsweredRun(record, tmp_path)
     stated = {(row[0], row[1]): row[2] for row in rows_of_first_tables() if not row[2][1]}
@@ -427,16 +427,18 @@ def test_the_page_tells_how_many_seeds_there_are():
     for model in MODELS_OF_THE_PAGE:
         seeds: dict[tuple[str, float | None], set[int | None]] = {}
         for record in PUBLISHED.runs(model):
-            if record.part not in ("base", "grid"):
-                seeds.setdefault((record.part, record.label_smoothing), set()).add(record.seed)
+            if record.origin not in ("base", "grid"):
+                seeds.setdefault((record.origin, record.label_smoothing), set()).add(record.seed)
         for (part, _), of_setting in seeds.items():
             has_five = model == LARGE and part not in three_of_the_large_model
             assert len(of_setting) == (5 if has_five else 3), (model, part)
 
 
 def test_the_page_tells_which_records_lack_their_learning_rate():
-    runs = pd.DataFrame(PUBLISHED.runs(LARGE), columns=["part", "run", "learning_rate", "seed"])
-    lacking = runs[runs.learning_rate.isna() & ~runs.part.isin(["base", "temperature", "averaged"])]
+    runs = pd.DataFrame(PUBLISHED.runs(LARGE), columns=["origin", "run", "learning_rate", "seed"])
+    lacking = runs[
+        runs.learning_rate.isna() & ~runs.origin.isin(["base", "temperature", "averaged"])
+    ]
     assert len(lacking) == 7 and set(lacking.seed) == {0, 1}
     assert "In seven trained runs of the 1.5B (seeds 0 and 1) the column `learning_rate`" in page()
 
