@@ -19,8 +19,9 @@ model was asked in its chat.
 To add a program, write a function that reads its log as a `Log`, and a `LogFormat` of it that
 `format_of` chooses: by the end of the file's name, so two programs that both write .json would have
 to be told apart by what is in the file. What a row must hold is `records.Record`'s to say; one
-without `scoring` is of letters. The help of `import` in `__main__`, the error of `read_lm_eval` and
-the page of this folder name the programs too.
+without `scoring` is of letters. All rows of a file must have the same values of
+`records.ALIKE_WITHOUT_PROMPTS`, `shots` among them. The help of `import` in `__main__`, the error
+of `read_lm_eval` and the page of this folder name the programs too.
 """
 
 import hashlib
@@ -97,12 +98,21 @@ class LogFormat:
     expected: str  # what a sample must have, for messages
 
 
+@dataclass(frozen=True)
+class _LoggedRow:
+    """A row of a record file, and where it was logged."""
+
+    log: Path
+    place: str
+    row: RawRecord
+
+
 @dataclass
 class _Target:
     """A record file to be written."""
 
     program: str
-    rows: list[tuple[str, RawRecord]] = field(default_factory=list)  # each with its place
+    rows: list[_LoggedRow] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each log, by its name
     unanswered: int = 0  # samples without an answer
 
@@ -111,17 +121,45 @@ def convert(paths: list[Path], out: Path) -> dict[str, int]:
     """Write logs as records, to a file `*.jsonl` or to a folder with a file a data set.
 
     Returns how many questions each file has. Raises `InputError`, naming file and place, for what
-    is no multiple choice, and for files that do not belong into one; then nothing is written.
+    is no multiple choice, and for files that do not belong into one, as those with other examples
+    do not; then nothing is written.
     """
     targets: dict[Path, _Target] = {}
     for path in paths:
         _add_log(path, out, targets)
     for file, target in targets.items():
-        checked_rows = [(place, checked(records.Record, row, place)) for place, row in target.rows]
-        records.joined(file, checked_rows)  # refuses what does not belong into one
+        placed_records = [
+            (logged.place, checked(records.Record, logged.row, logged.place))
+            for logged in target.rows
+        ]
+        _refuse_unlike_records(placed_records, target)
+        records.joined(file, placed_records)  # refuses an id that is there twice
     for file, target in targets.items():
         _write(file, target)
     return {str(file): len(target.rows) for file, target in targets.items()}
+
+
+def _refuse_unlike_records(
+    placed_records: list[tuple[str, records.Record]], target: _Target
+) -> None:
+    """Raise `InputError`, naming both places, where `records.read` would refuse the written file.
+
+    `placed_records` are those of the target's rows, in their order.
+    """
+    first_place, first = placed_records[0]
+    for logged, (place, record) in zip(target.rows, placed_records, strict=True):
+        for key in records.ALIKE_WITHOUT_PROMPTS:
+            value = getattr(record, key)
+            first_value = getattr(first, key)
+            if value == first_value:
+                continue
+            remedy = "give the logs of each another --out"
+            if logged.log == target.rows[0].log:
+                remedy = "ask all questions of this log alike"
+            raise InputError(
+                f"{place}: {key} {value!r}, but {first_place}: {key} {first_value!r}; "
+                f"expected the same in a record file; {remedy}"
+            )
 
 
 def _add_log(path: Path, out: Path, targets: dict[Path, _Target]) -> None:
@@ -155,7 +193,7 @@ def _add_log(path: Path, out: Path, targets: dict[Path, _Target]) -> None:
             raise InputError(
                 f"{sample.place}: {error!r}; expected {log_format.expected}"
             ) from error
-        target.rows.append((sample.place, {**row, **log.shared}))
+        target.rows.append(_LoggedRow(path, sample.place, {**row, **log.shared}))
     # Logs of two runs may have one name; then the second is known by its path as it was given.
     name = str(path) if path.name in target.digests else path.name
     target.digests[name] = sha256(path)
@@ -164,7 +202,7 @@ def _add_log(path: Path, out: Path, targets: dict[Path, _Target]) -> None:
 
 def _write(file: Path, target: _Target) -> None:
     """Write a record file with its sidecar, and say so."""
-    rows = [row for _, row in target.rows]
+    rows = [logged.row for logged in target.rows]
     first = rows[0]
     settings: dict[str, Any] = {"engine": target.program, "samples": target.digests}
     if target.unanswered:

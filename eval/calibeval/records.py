@@ -28,6 +28,9 @@ from calibeval.validation import Unicode, checked
 MOST_PROBABILITY = 1.01
 # Keys that are the same in all records of a file.
 ALIKE = ("scoring", "normalise", "model", "chat_template")
+# Where no sidecar tells the prompts, the number of examples is too. Where one does, fewer examples
+# may stand before a question that would not fit otherwise.
+ALIKE_WITHOUT_PROMPTS = (*ALIKE, "shots")
 # Beyond the least there is no model's: squares of such numbers would overflow.
 LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
 MASS_TOLERANCE = 0.01  # of letters' mass, for the same rounding
@@ -127,8 +130,7 @@ def read(path: Path, normalise: str | None = None) -> Records:
     about = meta(path)
     settings = about.get("settings") or {}
     expected_prompts = settings.get("prompts_sha256")
-    # With a sidecar, fewer examples may stand before a question that would not fit otherwise.
-    alike = (*ALIKE, "shots") if expected_prompts is None else ALIKE
+    alike = ALIKE_WITHOUT_PROMPTS if expected_prompts is None else ALIKE
     rows = ((where, checked(Record, raw, where)) for where, raw in json_lines(path))
     records = joined(path, rows, normalise, alike)
     records = replace(records, shots=settings.get("shots", records.shots))

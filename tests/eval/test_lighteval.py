@@ -76,6 +76,20 @@ def test_texts_are_as_right_as_each_metric_says(imported):
         assert right.tolist() == [row["metric"][metric] == 1 for row in rows_of("hellaswag")]
 
 
+def test_a_log_with_fewer_examples_before_some_questions(run_folder, tmp_path, refused):
+    """The file was written, and every command refused to read it."""
+    (file,) = run_folder.glob("details_hellaswag*")
+    table = parquet.read_table(file)
+    rows = table.to_pylist()
+    rows[-1]["doc"]["fewshot_samples"] = []
+    parquet.write_table(table.from_pylist(rows, table.schema), file)
+    out = tmp_path / "r.jsonl"
+    message = refused("import", file, "--out", out)
+    assert f"{file}, row {len(rows)}: shots 0, but {file}, row 1: shots 1" in message
+    assert "ask all questions of this log alike" in message
+    assert not out.exists()
+
+
 def test_winogrande_is_of_texts_after_one_prompt(imported):
     found = imported("winogrande")
     assert (found.scoring, found.normalise, len(found)) == ("continuation", "sum", 4)

@@ -188,7 +188,8 @@ def test_bad_files(tmp_path, refused):
     assert "samples_x.jsonl: no samples" in refused(*command, empty)
     (tmp_path / "results.json").write_text("[]")
     assert "results.json: not lm-eval's results" in refused(*command, empty)
-    assert "scoring 'continuation' after 'letters'" in refused(*command, MMLU, HELLASWAG)
+    message = refused(*command, MMLU, HELLASWAG)
+    assert f"{HELLASWAG}, line 1: scoring 'continuation', but {MMLU}, line 1: scoring" in message
     assert not (tmp_path / "all.jsonl").exists()
 
 
@@ -301,6 +302,23 @@ def test_logs_of_one_name_are_both_in_the_sidecar(tmp_path, run):
     run("import", *files, "--out", out)
     digests = records.meta(out)["settings"]["samples"]
     assert sorted(digests.values()) == sorted(sha256(file) for file in files)
+
+
+def test_logs_with_other_examples_do_not_go_into_one_file(tmp_path, run, refused):
+    """The file was written, and every command refused to read it."""
+    time = MMLU.stem.removeprefix("samples_mmlu_abstract_algebra")
+    no_examples = shutil.copy(MMLU, tmp_path / f"samples_mmlu_anatomy{time}.jsonl")
+    five_examples = shutil.copy(MMLU, tmp_path)
+    results = {"n-shot": {"mmlu_abstract_algebra": 5, "mmlu_anatomy": 0}}
+    (tmp_path / f"results{time}.json").write_text(json.dumps(results))
+    out = tmp_path / "out"
+    message = refused("import", five_examples, no_examples, "--out", out)
+    assert f"{no_examples}, line 1: shots 0" in message
+    assert f"but {five_examples}, line 1: shots 5" in message
+    assert "give the logs of each another --out" in message
+    assert not out.exists()
+    run("import", five_examples, "--out", out)
+    assert records.read(out / "mmlu.jsonl").shots == 5
 
 
 def test_logs_of_two_programs_do_not_go_into_one_file(tmp_path, refused, write_log):
