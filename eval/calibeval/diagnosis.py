@@ -26,7 +26,7 @@ from calibeval.io import InputError, atomic_write, counted
 from calibeval.measures import Among
 from calibeval.records import Records
 from calibeval.stats import Estimate
-from calibeval.tasks import SPLITS
+from calibeval.tasks import splits_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,7 +82,7 @@ class Check:
         mended: The change of the squared calibration error by them; below 0 they help. Its interval
             takes the two temperatures as given.
         validation_split: The split of the task that a temperature can be fitted on, where the
-            tuned model's sidecar tells the task and that has one.
+            tuned model's sidecar tells the task, whose file is there, and that has one.
         sentences: What all this means, to be printed one after another.
     """
 
@@ -363,9 +363,13 @@ def validation_split(file: Path) -> str | None:
     """The split to fit on that a record file's task has; None where nothing tells of another."""
     settings = record_files.meta(file).get("settings") or {}
     task = settings.get("task")
-    if not isinstance(task, str) or task not in SPLITS:
+    splits = splits_of(task) if isinstance(task, str) else None
+    if splits is None:
         return None
-    _, other_split = SPLITS[task]
+    data = settings.get("data")
+    if isinstance(data, str) and Path(data).is_file():
+        return None  # one file has no splits
+    _, other_split = splits
     return other_split if settings.get("split") != other_split else None
 
 

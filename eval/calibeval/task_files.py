@@ -275,7 +275,8 @@ class TaskFile(_TemplatesInside):
     split: str = "test"
     """The split that is asked."""
     other_split: str | None = None
-    """One to choose and to fit on."""
+    """One to choose and to fit on. `check` names it for a temperature, and a sweep that selects on
+    this task must ask it."""
     row: RowTemplates = RowTemplates()
     examples: ExamplesRule = ExamplesRule()
     topic: Jinja = Template("{{ subject | replace('_', ' ') }}")

@@ -24,12 +24,31 @@ ANY_SUBJECT = "*"  # in the name of a file, for `glob`
 
 PlacedRow = tuple[str, dict[str, Any]]  # "path, line number", and the row
 
-# By task: the split that it is scored on, and the one to choose and to fit on.
+
+def splits_of(task: str) -> tuple[str, str] | None:
+    """The split that a task is scored on, and the one to choose and to fit on.
+
+    `task` is a built-in task's name or a task file's path. None where the task has no such other
+    split, and where its file cannot be read: records and sweeps may outlive it, and scoring, which
+    needs it, says what is wrong with it.
+    """
+    if not task_files.is_task_name(task):
+        return None
+    try:
+        task_file = task_files.read(task)
+    except InputError:
+        return None
+    if task_file.other_split is None:
+        return None
+    return task_file.split, task_file.other_split
+
+
+# Those of the built-in tasks alone, by their names.
 SPLITS: dict[str, tuple[str, str]] = {}
 for _name in task_files.BUILTIN_NAMES:
-    _task = task_files.read(_name)
-    if _task.other_split is not None:
-        SPLITS[_name] = (_task.split, _task.other_split)
+    _splits = splits_of(_name)
+    if _splits is not None:
+        SPLITS[_name] = _splits
 
 
 def load(task: Task) -> list[Subject]:

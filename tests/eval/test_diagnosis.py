@@ -88,6 +88,7 @@ def test_letters_mass_tells_why_the_two_readings_differ(tmp_path):
         ({"task": "mmlu"}, "val"),
         ({"task": "arc_easy", "split": "dev"}, None),
         ({"task": "boolq"}, "train"),
+        ({"task": "boolq", "data": __file__}, None),  # of one file, `--split` is refused
         ({"task": ["mmlu"]}, None),
         ({}, None),
     ],
@@ -100,6 +101,20 @@ def test_where_to_fit_a_temperature_is_said_of_tasks_that_have_a_place(models, s
     sidecar.unlink()
     assert check.validation_split == split
     assert (f"(`calibeval score --split {split}`" in check.sentences[-1]) == (split is not None)
+
+
+def test_a_task_file_of_ones_own_says_where_to_fit_a_temperature(models, tmp_path):
+    """`other_split` of a user's task file had no effect."""
+    sidecar = records.sidecar(models / "sharp.jsonl")
+    task_file = tmp_path / "own.yaml"
+    sidecar.write_text(json.dumps({"settings": {"task": str(task_file)}}))
+    task_file.write_text("other_split: dev\n")
+    told = found(models, "calibrated", "sharp")
+    task_file.unlink()  # records outlive it, and it is read for this word of advice alone
+    untold = found(models, "calibrated", "sharp")
+    sidecar.unlink()
+    assert "(`calibeval score --split dev`" in told.sentences[-1]
+    assert untold.validation_split is None
 
 
 @pytest.mark.parametrize(

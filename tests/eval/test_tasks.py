@@ -492,6 +492,8 @@ def test_unknown_tasks_are_refused():
 
 def test_builtin_tasks_know_their_data():
     assert Task(task="piqa").data == "hub:baber/piqa"
+    assert tasks.splits_of("mmlu") == ("test", "val")
+    assert tasks.splits_of("jsonl") is None
     assert tasks.SPLITS["mmlu"] == ("test", "val")
     for name in task_files.BUILTIN_NAMES:
         assert task_files.read(name).row is not None

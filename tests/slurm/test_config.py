@@ -88,6 +88,15 @@ def test_what_an_override_has_wrong_comes_with_it(toy_file, override, message):
     assert message in refusal(toy_file(score={"tasks": [TASK]}), override)
 
 
+def test_the_split_that_the_tables_show_of_a_task_file_is_refused(toy_file, tmp_path):
+    """`other_split` of a user's own task file had no effect."""
+    task_file = tmp_path / "own.yaml"
+    task_file.write_text("data: {path: rows}\nother_split: dev\n")
+    path = toy_file(score={"tasks": [{"task": str(task_file)}], "select_on": "own"})
+    message = refusal(path)
+    assert "own asks the test split, which the tables show; name a task with split: dev" in message
+
+
 def test_a_task_that_lacks_a_key_and_has_another_is_told_of_the_other_alone(toy_file):
     words = refusal(toy_file(score={"tasks": [TASK]}), "score.tasks=[{task: mmlu, shot: 1}]")
     assert "{'task': 'mmlu', 'shot'" not in words

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from calibeval.io import read_text
 from calibeval.request import DEFAULT_COLUMNS, Natural, Positive, Request, Seq, Strict
-from calibeval.tasks import SPLITS
+from calibeval.tasks import splits_of
 from sweeps.runs.yaml_io import build, key_error, read_yaml
 
 
@@ -254,9 +254,11 @@ class Score(Request):
             choices = [*names, HELD_OUT]
             raise key_error("select_on", f"{self.select_on!r} is none of {choices}")
         for task in self.tasks:
-            shown_split, other_split = SPLITS.get(task.task, (None, None))
-            asks_shown_split = shown_split is not None and task.split in (None, shown_split)
-            if task.key == self.select_on and asks_shown_split:
+            splits = splits_of(task.task)
+            if task.key != self.select_on or splits is None:
+                continue
+            shown_split, other_split = splits
+            if task.split in (None, shown_split):
                 raise key_error(
                     "select_on",
                     f"{task.key} asks the {shown_split} split, which the tables show; name a task "
