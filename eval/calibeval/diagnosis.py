@@ -80,7 +80,8 @@ class Check:
         cooled_ece: Expected calibration error of the tuned model at these temperatures.
         cooled_floor: The value that calibrated models stay below at these temperatures.
         mended: The change of the squared calibration error by them; below 0 they help. Its interval
-            takes the two temperatures as given.
+            takes the two temperatures as given. These four are None where one half has no best
+            temperature, as when all its answers are right.
         validation_split: The split of the task that a temperature can be fitted on, where the
             tuned model's sidecar tells the task, whose file is there, and that has one.
         sentences: What all this means, to be printed one after another.
@@ -91,10 +92,10 @@ class Check:
     accuracy: Estimate
     worsened: dict[Among, Estimate]
     letter_masses: tuple[float | None, float | None]
-    temperatures: tuple[float, float]
-    cooled_ece: float
-    cooled_floor: float
-    mended: Estimate
+    temperatures: tuple[float, float] | None
+    cooled_ece: float | None
+    cooled_floor: float | None
+    mended: Estimate | None
     validation_split: str | None
     sentences: list[str]
 
@@ -106,10 +107,10 @@ class Check:
             "accuracy": self.accuracy.as_dict(),
             "worsened": {name: change.as_dict() for name, change in self.worsened.items()},
             "letter_masses": list(self.letter_masses),
-            "temperatures": list(self.temperatures),
+            "temperatures": None if self.temperatures is None else list(self.temperatures),
             "cooled_ece": self.cooled_ece,
             "cooled_floor": self.cooled_floor,
-            "mended": self.mended.as_dict(),
+            "mended": None if self.mended is None else self.mended.as_dict(),
             "validation_split": self.validation_split,
             "sentences": self.sentences,
         }
@@ -133,8 +134,6 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
             f"{tuned}: {number}; expected {FEWEST_QUESTIONS} or more, since a temperature is "
             "fitted on one half and read on the other; `calibeval compare` takes fewer"
         )
-    cooled, temperatures = cross_fitted(answers)
-    cooled_evaluation = evaluations.measure(cooled)
     both = ([base_evaluation], [tuned_evaluation])
     before = readings(base_evaluation)
     after = readings(tuned_evaluation)
@@ -148,21 +147,47 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
             if among in before
         },
         letter_masses=(base_evaluation.letter_mass, tuned_evaluation.letter_mass),
-        temperatures=temperatures,
-        cooled_ece=number_of(stats.estimate([cooled_evaluation], "ece", "choices")),
-        cooled_floor=cooled_evaluation.floor_tests["choices"]["ece"].floor,
-        mended=stats.difference([tuned_evaluation], [cooled_evaluation], "rms_debiased", "choices"),
+        temperatures=None,
+        cooled_ece=None,
+        cooled_floor=None,
+        mended=None,
         validation_split=validation_split(Path(tuned)),
         sentences=[],
     )
-    found.sentences.extend(sentences(found, base_evaluation, tuned_evaluation))
+    try:
+        cooled, temperatures = cross_fitted(answers)
+    except scaling.NoTemperature as error:
+        about_temperature = (
+            f"In one half of these questions {error.reason}; so none is tried on the other half."
+        )
+    else:
+        found = with_temperatures(found, tuned_evaluation, cooled, temperatures)
+        about_temperature = temperature_sentence(found)
+    found.sentences.extend(sentences(found, base_evaluation, tuned_evaluation, about_temperature))
     if figure is not None:
         save_figure(draw({"before": base_evaluation, "after": tuned_evaluation}), Path(figure))
     return found
 
 
+def with_temperatures(
+    found: Check, tuned: Evaluation, cooled: Records, temperatures: tuple[float, float]
+) -> Check:
+    """What was found, with what the cross-fitted temperatures do to the tuned model's answers."""
+    cooled_evaluation = evaluations.measure(cooled)
+    return replace(
+        found,
+        temperatures=temperatures,
+        cooled_ece=number_of(stats.estimate([cooled_evaluation], "ece", "choices")),
+        cooled_floor=cooled_evaluation.floor_tests["choices"]["ece"].floor,
+        mended=stats.difference([tuned], [cooled_evaluation], "rms_debiased", "choices"),
+    )
+
+
 def cross_fitted(answers: Records) -> tuple[Records, tuple[float, float]]:
-    """The answers with each half at the temperature of the other, and both temperatures."""
+    """The answers with each half at the temperature of the other, and both temperatures.
+
+    Raises `scaling.NoTemperature` where none is best for one half.
+    """
     order = np.random.default_rng(SPLIT_SEED).permutation(len(answers))
     half = len(answers) // 2
     halves = (order[:half], order[half:])
@@ -206,15 +231,20 @@ def number_of(estimate: Estimate) -> float:
     return estimate.value
 
 
-def sentences(found: Check, base: Evaluation, tuned: Evaluation) -> list[str]:
-    """What was found, in plain sentences, the last of which says what to do."""
+def sentences(
+    found: Check, base: Evaluation, tuned: Evaluation, about_temperature: str
+) -> list[str]:
+    """What was found, in plain sentences, the last of which says what to do.
+
+    `about_temperature` is the last but one.
+    """
     lines = [accuracy_sentence(found.accuracy, base, tuned)]
     for among, after in found.after.items():
         change = found.worsened.get(among)
         lines.append(error_sentence(found.before.get(among), after, change, among))
     if {after.verdict for after in found.after.values()} >= {"over-confident", "under-confident"}:
         lines.append(mass_sentence(found.letter_masses[1]))
-    lines.append(temperature_sentence(found))
+    lines.append(about_temperature)
     lines.append(advice(found))
     return lines
 
@@ -276,6 +306,9 @@ def described(reading: Reading) -> str:
 
 def temperature_sentence(found: Check) -> str:
     """What one temperature would do, cross-fitted."""
+    mended = found.mended
+    assert found.temperatures is not None  # or another sentence says why
+    assert mended is not None
     low, high = sorted(found.temperatures)
     before = number_of(found.after["choices"].ece)
     text = (
@@ -284,7 +317,6 @@ def temperature_sentence(found: Check) -> str:
         f"choices from {before:.3f} to {found.cooled_ece:.3f}, where a calibrated model would have "
         f"up to {found.cooled_floor:.3f}"
     )
-    mended = found.mended
     if not mended.significant or mended.low is None or mended.high is None:
         return f"{text}: that is not shown to be a difference."
     verb = "lowers" if mended.low < 0 else "raises"
@@ -325,7 +357,8 @@ def advice_among_choices(found: Check) -> str:
     may_smooth = vocabulary is None or vocabulary.verdict != "under-confident"
     if verdict == "calibrated":
         return "Among the choices no error is shown that would have to be mended."
-    if found.mended.significant and number_of(found.mended) < 0:
+    mended = found.mended
+    if mended is not None and mended.significant and number_of(mended) < 0:
         return (
             f"If you only compare choices, fit a temperature on {questions_to_fit_on(found)} with "
             "`calibeval temperature VALIDATION.jsonl TEST.jsonl --out SCALED.jsonl`. It changes no "

@@ -27,6 +27,18 @@ FEWEST_ANSWERS = 20  # to fit it on
 SAME_QUESTIONS = 0.9  # share of common ids whose right answers agree, where questions are the same
 
 
+class NoTemperature(InputError):
+    """No temperature can be fitted to answers.
+
+    Attributes:
+        reason: Why, without the file and the remedy.
+    """
+
+    def __init__(self, path: Path, reason: str, remedy: str):
+        super().__init__(f"{path}: {reason}; {remedy}")
+        self.reason = reason
+
+
 def nll(answers: Records, tau: float, used: np.ndarray | slice = slice(None)) -> float:
     """Return the mean −log p(right choice) of the answers `used` at a temperature, in nats."""
     logits = answers.logprobs[used] / tau
@@ -118,20 +130,20 @@ def _not_tested(fitted_on: Records, scored: Records) -> np.ndarray:
 def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
     """The temperature of the least NLL of the answers `used`, (N,) of bool, and that NLL.
 
-    `InputError` where there is none: where any fits, where all answers are right, or where all are
-    wrong and NLL falls on towards infinity. Where NLL falls on to one side for another reason, as
-    of a model at chance, stderr says so.
+    `NoTemperature` where there is none: where any fits, where all answers are right, or where all
+    are wrong and NLL falls on towards infinity. Where NLL falls on to one side for another reason,
+    as of a model at chance, stderr says so.
     """
     logprobs = answers.logprobs[used]
     right = logprobs.argmax(1) == answers.labels[used]
     if right.all() and np.ptp(logprobs, axis=1).max() > FLAT_NLL:
         # NLL is 0 in floating point from some temperature down, so the search may end anywhere.
-        message = _falls_on(answers, right, "0")
-        raise InputError(f"{message}; {OTHER_RECORDS}")
+        raise NoTemperature(answers.path, _falls_on(right, "0"), OTHER_RECORDS)
     if np.ptp([nll(answers, tau, used) for tau in (0.5, 1.0, 2.0)]) < FLAT_NLL:
-        raise InputError(
-            f"{answers.path}: any temperature fits, since all choices have the same probability "
-            "in every answer; there is nothing to scale"
+        raise NoTemperature(
+            answers.path,
+            "any temperature fits, since all choices have the same probability in every answer",
+            "there is nothing to scale",
         )
     fitted = minimize_scalar(
         lambda log_tau: nll(answers, math.exp(log_tau), used),
@@ -141,18 +153,21 @@ def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
     )
     if abs(fitted.x) > LOG_TEMPERATURE_LIMIT - AT_THE_LIMIT:
         side = "0" if fitted.x < 0 else "infinity"
-        message = _falls_on(answers, right, side)
+        reason = _falls_on(right, side)
         if not right.any():
-            raise InputError(f"{message}; {OTHER_RECORDS}")
+            raise NoTemperature(answers.path, reason, OTHER_RECORDS)
         limit = math.exp(fitted.x)
-        print(f"warning: {message}; took {limit:.3g}, the end of the search", file=sys.stderr)
+        print(
+            f"warning: {answers.path}: {reason}; took {limit:.3g}, the end of the search",
+            file=sys.stderr,
+        )
     return math.exp(fitted.x), float(fitted.fun)
 
 
-def _falls_on(answers: Records, right: np.ndarray, side: str) -> str:
+def _falls_on(right: np.ndarray, side: str) -> str:
     """That no temperature is best; `right` says of each answer whether it is, (N,)."""
     return (
-        f"{answers.path}: no temperature is best, since NLL falls on towards {side} "
+        f"no temperature is best, since NLL falls on towards {side} "
         f"({int(right.sum())} of {len(right)} answers are right)"
     )
 

@@ -142,6 +142,35 @@ def test_an_error_of_one_sign_is_not_called_one_of_both(tmp_path):
     assert "not shown to be too high or too low on average (ECE 0.200" in described(reading)
 
 
+def test_a_model_that_is_all_right_is_checked_without_a_temperature(tmp_path, capsys):
+    """It was refused with the remedy of `calibeval temperature`."""
+    row = {"subject": "s", "label": 0, "logprobs": np.log([0.7, 0.2]).tolist()}
+    rows = [{"id": f"q{i}", **row} for i in range(40)]
+    path = str(write_lines(tmp_path / "right.jsonl", rows))
+    check = calibeval.check(path, path)
+    assert check.after["choices"].ece.value == pytest.approx(1 - 7 / 9)
+    assert check.temperatures is None
+    assert check.mended is None
+    assert (
+        "In one half of these questions no temperature is best, since NLL falls on towards 0 "
+        "(20 of 20 answers are right)"
+    ) in check.sentences[-2]
+    assert "What to do: One temperature is not shown to mend the choices" in check.sentences[-1]
+    assert main(["check", path, path, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    for key in ("temperatures", "cooled_ece", "cooled_floor", "mended"):
+        assert printed[key] is None
+
+
+def test_choices_that_are_all_alike_are_checked_without_a_temperature(tmp_path):
+    row = {"subject": "s", "logprobs": np.log([0.25] * 4).tolist(), "letter_mass": 1.0}
+    rows = [{"id": f"q{i}", "label": i % 4, **row} for i in range(40)]
+    path = write_lines(tmp_path / "flat.jsonl", rows)
+    check = calibeval.check(path, path)
+    assert check.temperatures is None
+    assert "any temperature fits, since all choices have the same" in check.sentences[-2]
+
+
 def test_records_by_other_normalisers_are_refused(tmp_path):
     files = []
     for normalise in ("sum", "characters"):
