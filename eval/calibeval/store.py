@@ -246,6 +246,13 @@ def _difference(key: str, earlier: Mapping[str, Any], wanted: Mapping[str, Any])
         return _difference_of_chats(earlier, wanted)
     first = earlier.get(key)
     second = wanted[key]
+    if key == "dtype" and first == "auto":
+        loaded = (earlier.get(ENGINE_SETTINGS) or {}).get("dtype")
+        if loaded is not None:
+            return (
+                f"dtype 'auto', which came to {loaded!r} (now {second!r}; --dtype auto or --dtype "
+                f"{loaded} goes on)"
+            )
     if key == "dtype" and second == "auto":
         return f"dtype {first!r} (now 'auto', which may be another; --dtype {first} goes on)"
     return f"{key} {first!r} (now {second!r})"

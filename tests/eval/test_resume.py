@@ -100,7 +100,11 @@ def test_files_that_another_process_takes_away_are_written(command, tmp_path, ru
             "other questions or examples, or other words around them; delete it",
         ),
         (["--scoring", "continuation"], "scoring 'letters' (now 'continuation')"),
-        (["--dtype", "bfloat16"], "dtype 'auto' (now 'bfloat16')"),
+        (
+            ["--dtype", "bfloat16"],
+            "dtype 'auto', which came to 'float32' (now 'bfloat16'; --dtype auto or --dtype "
+            "float32 goes on)",
+        ),
     ],
 )
 def test_other_settings_are_refused(command, run, refused, options, changes):
