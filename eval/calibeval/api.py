@@ -49,8 +49,9 @@ def summarize(
 ) -> dict[str, dict[str, Estimate]]:
     """Every metric in each definition of confidence: {confidence: {metric: estimate}}.
 
-    An estimate is a value with its 95 % interval, or with its floor and p. The confidence "choices"
-    is the probability among the choices; "vocabulary" among all tokens, of letters only.
+    An estimate is a value with its 95 % interval, or with its floor and p. Where neither is known
+    it is the value alone, as of accuracy where all answers are right. The confidence "choices" is
+    the probability among the choices; "vocabulary" among all tokens, of letters only.
 
     Intervals are over the questions and hold for these subjects. With `cluster="subject"` whole
     subjects are resampled, of which there must be ten, and intervals hold for subjects like these.

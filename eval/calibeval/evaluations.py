@@ -56,10 +56,13 @@ class TooFewClusters(InputError):
 
 
 class FloorTest(NamedTuple):
-    """A calibration error beside what calibrated models with the same confidences read."""
+    """A calibration error beside what calibrated models with the same confidences read.
+
+    `floor` is the noise floor: 95 % of such models read less than this.
+    """
 
     floor: float  # the 95th percentile of what they read
-    p: float  # the share of them that read as much, (1 + k) / (1 + SIMULATIONS)
+    p: float  # the share of them that read as much or more, (1 + k) / (1 + SIMULATIONS)
 
 
 @dataclass(frozen=True)
@@ -229,8 +232,8 @@ def measure(
         records: The records.
         cluster: "subject" to resample whole subjects, not single questions.
         metrics: The names of the metrics that are wanted, by default all. Of an evaluation with
-            some of them come their values and draws alone, neither floors nor reliability curves,
-            which take most of the time.
+            some of them come their values and draws alone, and the values a question of all
+            metrics, but neither floors nor reliability curves, which take most of the time.
 
     Raises:
         InputError: There is no metric of a name; or TooFewClusters, of fewer than ten subjects.

@@ -1,7 +1,8 @@
 """Reading and writing files, and how a command ends.
 
-Every module of this package, and other packages too, read and write through these functions.
-They keep three promises:
+The modules of this package, and other packages too, read text and write through these functions.
+Only an unfinished record file (`store`), which may be cut short, is read otherwise. They keep three
+promises:
 
 - Whatever the user can mend raises `InputError`, whose message is one line that names the file,
   the place in it, what was found there and what to do. `finish` prints it for a command.

@@ -16,7 +16,8 @@ To add a way of scoring:
 - give it a header, in `task_files.HeaderTemplates`, `questions.Headers` and `tasks._Reader`;
 - look at what else asks whether a scoring is "letters" or "continuation": `scoring.make_record` and
   `records.joined` (the letters' mass), `tasks.normalization` and `comparable.same_normaliser`
-  (lengths that texts are divided by), and the summary of `__main__`.
+  (lengths that texts are divided by), `scaling.scaled` (letters' probabilities sum to 1 again),
+  `tasks._Reader._refuse_options_without_use`, and the summary of `__main__`.
 """
 
 import hashlib
@@ -74,8 +75,8 @@ class ScoringMode(ABC):
     """Whether context and choice must fit with the choice's last token, which is never read.
 
     Letters need not: the context and all but the last token of a letter are at most
-    `engines.prompt_limit`. Texts must, so that as long a context is kept as records have always
-    been made with; that is one token less than the model could read.
+    `engines.prompt_limit`. Texts set aside one token more than they need. It is kept, since another
+    length would change the prompts of old records.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):

@@ -31,7 +31,7 @@ ALIKE = ("scoring", "normalise", "model", "chat_template")
 # Where no sidecar tells the prompts, the number of examples is too. Where one does, fewer examples
 # may stand before a question that would not fit otherwise.
 ALIKE_WITHOUT_PROMPTS = (*ALIKE, "shots")
-# Beyond the least there is no model's: squares of such numbers would overflow.
+# No model gives less than −1e9; a damaged file's −1e200 would overflow when it is squared.
 LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
 MASS_TOLERANCE = 0.01  # of letters' mass, for the same rounding
 
@@ -76,7 +76,7 @@ class Record(BaseModel, strict=True):
         for name, lengths in (("bytes", self.bytes), ("characters", self.characters)):
             if lengths is not None and len(lengths) != choices:
                 raise ValueError(f"{name}: found {len(lengths)}, expected {choices}, one a choice")
-        self.normalised(self.normalise)
+        self.normalised(self.normalise)  # raises where the lengths for it are missing
         return self
 
     def normalised(self, by: str) -> list[float]:

@@ -1,4 +1,7 @@
-"""Scoring: questions → prompts → engine → records; a folder's are kept as they are made.
+"""Scoring: questions → prompts → engine → records.
+
+Records of a model that is given as a folder or by name are kept as they are made, and an
+interrupted scoring goes on from them; those of a model in memory are made anew.
 
 `score` is what the command line, sweeps and `CalibrationCallback` call. It reads all data, fits the
 prompts into the model's context (`fit_prompts`), and fills a file of records for each task
@@ -182,7 +185,7 @@ def _open_folders(
         file = folder / f"{task.key}.jsonl"
         for existing in (file, part_of(file)):
             if existing.exists():
-                earlier_settings(existing)  # refuses what no sidecar says the making of
+                earlier_settings(existing)  # refuses a file without a sidecar
     return folder, Path(at_end.enter_context(tempfile.TemporaryDirectory(dir=folder)))
 
 
@@ -225,12 +228,14 @@ class _TaskFilling:
     progress: bool
 
     def fill(self, settings: Mapping[str, Any], working_folder: Path, folder: Path) -> Records:
-        """Score what is not scored yet; the records are made in one folder and go to the other.
+        """Score what is not scored yet, and return all records of the task.
 
+        They are made in `working_folder`, then moved to `folder` if that is another.
         `settings` are those of the model and the engine.
         """
         path = working_folder / f"{self.task.key}.jsonl"
-        was_complete = self._complete(path, {**settings, **self.task.model_dump(exclude={"name"})})
+        settings = {**settings, **self.task.model_dump(exclude={"name"})}
+        was_complete = self._make_complete(path, settings)
         if working_folder != folder:
             path = _move_records(path, folder)
         scored = records.read(path)
@@ -241,7 +246,7 @@ class _TaskFilling:
             print_summary(scored)
         return scored
 
-    def _complete(self, out: Path, settings: Mapping[str, Any]) -> bool:
+    def _make_complete(self, out: Path, settings: Mapping[str, Any]) -> bool:
         """Score what is not scored yet, and write all; True if all was there already."""
         store = Store(out, {**settings, **_settings_of_items(self.items)})
         if out.exists():

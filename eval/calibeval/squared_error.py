@@ -17,7 +17,8 @@ variance s_b². Its squared error, against the noise s*_b² that it would take o
 there are gaps, B and D vary more than A, and they do so together: their sum is the resample's error
 to first order. But Δ_b is itself observed with the noise s_b², so B is too large. Let v be A's
 variance, Σ w_b² 2 s_b⁴ of Gaussian noise, and V that of B + D. The mean of Δ_b² exceeds the true
-square by s_b², and the variance of B, 4 Σ w_b² Δ_b² s_b², exceeds its own by 4 Σ w_b² s_b⁴ = 2 v.
+square by s_b², and the variance of B, 4 Σ w_b² Δ_b² s_b², exceeds the one that it would have at
+the true gaps by 4 Σ w_b² s_b⁴ = 2 v.
 
 **The draws** are therefore A + κ (B + D). κ multiplies the sum of both parts, and not the gaps, of
 which D has the square. Its mean falls out, since an interval uses draws less their mean. κ takes

@@ -19,8 +19,8 @@ Where a test or a correction goes:
   is `p_of_comparison`'s to say. Its name is printed by `compare` (`__main__`) and by
   `report._family_note`, and eval/METRICS.md and eval/README.md tell it. `calibeval.diagnosis` does
   not correct.
-- A field of `Estimate`: `as_dict` lists what JSON and tables print; `p_no_difference` is printed by
-  `api.compare` alone.
+- A field of `Estimate`: `as_dict` lists what JSON prints. It leaves out `p_no_difference`, which
+  `api.compare` returns as "p" and by which `report` chooses what is bold.
 
 Then run tests/eval/interval_coverage.py and tell the test in eval/METRICS.md.
 
@@ -74,10 +74,10 @@ class Estimate:
             these confidences read. Over several seeds it is the mean of the seeds' percentiles,
             which is more than the 95th percentile of such a mean.
         p_calibrated: Of calibration errors only: the share of those models that read as much as
-            this one. Over S seeds it is S times the least of the seeds' shares, at most 1: a bound
-            of the p-value of all seeds being calibrated. It is not derived from `floor`, so a mean
-            below the floor may have a small p, and one above it a large p. JSON and tables call it
-            "p", as a calibration error has no other.
+            this one or more. Over S seeds it is S times the least of the seeds' shares, at most 1:
+            a bound of the p-value of all seeds being calibrated. It is not derived from `floor`, so
+            a mean below the floor may have a small p, and one above it a large p. JSON and tables
+            call it "p", as a calibration error has no other.
         p_no_difference: Of differences with an interval only: the two-sided p-value of there being
             none, in the mean over seeds and questions. It is below 0.05 where the interval leaves
             out 0. It is the "p" of `compare`.
@@ -116,7 +116,7 @@ class Estimate:
         return self.low > ROUNDING or self.high < -ROUNDING
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the numbers under the names that JSON and tables print."""
+        """Return the numbers under the names that JSON prints."""
         return {
             "value": self.value,
             "low": self.low,

@@ -1,4 +1,4 @@
-"""Records of a model's folder while they are made: they survive kill -9, but for half a line.
+"""Records while they are made: they survive kill -9, but for half a line.
 
     RECORDS.jsonl.part, RECORDS.jsonl.part.meta.json   so far: records and settings
     RECORDS.jsonl, RECORDS.jsonl.meta.json             at the end
@@ -23,9 +23,8 @@ EARLIER_ENGINES = "earlier_engine_settings"
 
 # How settings are compared: what does not change a record may be said in several ways.
 #
-# Of these, which choose questions and examples, two values may come to the same; whether they do,
-# the digest of all prompts tells. Two paths may be of the same chat template, and the digest of its
-# text tells whether they are. So they are not compared.
+# These are not compared: two values of them may lead to the same prompts and the same template.
+# What they decide is in `prompts_sha256` and `chat_template_sha256`, which are compared.
 TOLD_BY_DIGESTS = (
     "data",
     "split",
@@ -35,8 +34,9 @@ TOLD_BY_DIGESTS = (
     "limit",
     "chat_template",
 )
-# These are compared where the digests differ, or are not known, and are the better message then.
-# Otherwise they say the same: one task file by two paths, or `turns` where that is the default.
+# These are compared only where a digest differs or is not known, since they then say why. Where all
+# digests are the same, two values say the same: one task file by two paths, or `turns` where that
+# is the default.
 NAMED_IF_DIGESTS_DIFFER = ("task", "few_shot", "system", "language")
 # All that decides a record besides the weights and the engine; see `scoring._settings_of_items`.
 DIGESTS = (

@@ -129,7 +129,7 @@ class TransformersEngine:
     def score(
         self, groups: list[list[Job]], skip: Container[int] = ()
     ) -> Iterator[tuple[int, list[float]]]:
-        """Yield (job index, log-probability of each branch) for every job.
+        """Yield (job index, log-probability of each branch) for every job of the batches computed.
 
         Batches of nothing but jobs to `skip` are left out; the others are what they would be
         without, so that an interrupted run comes to the same bytes if it goes on with the same

@@ -1,7 +1,8 @@
 """What `calibeval.engines.hf` needs to know of a transformers model: its weights, its attention.
 
-Models differ in what they let a prompt be computed by. From a model's configuration `allows_trees`
-says whether a short cut keeps its answers, and `stretches_positions` whether there is none at all.
+A model's configuration tells how its prompts may be computed. `allows_trees`: whether choices may
+be read as one tree. `stretches_positions`: whether prompts must be read one by one, without even a
+shared prefix.
 """
 
 import math
