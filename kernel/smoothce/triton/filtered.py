@@ -93,7 +93,8 @@ def super_block_size(call: LossCall) -> int:
     """How many tokens each super-block has; all are of about the same size.
 
     The filter statistics of one, 4 bytes for each (token, block) pair, take about
-    STATISTICS_BYTES at most: super-blocks are filled up to whole tiles. All ranks that share a vocabulary have equal super-blocks, since they join each one's sums."""
+    STATISTICS_BYTES at most: super-blocks are filled up to whole tiles. All ranks that
+    share a vocabulary have equal super-blocks, since they join each one's sums."""
     n_tokens = max(len(call.inputs.labels), 1)
     rows = call.tiles.rows
     fitting = STATISTICS_BYTES // (BYTES_OF_A_PAIR * call.most_blocks)
