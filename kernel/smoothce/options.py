@@ -84,8 +84,8 @@ class Options:
       keyword, and nothing else has to name it, unless it changes the logits: then `GivenLogitMap`
       and `LogitMap` of `hf_patch.logit_map` and `HeadForward` have it. If it changes what a model
       is trained on, it counts in `differences_from_upstream` there, and `hf_patch.head_forward`
-      and `integrations.automodel` leave it out of the loss that evaluation reports. Each module of `integrations` names the
-      options it takes. A tensor of one number a token, as `token_weights`, is no option but an
+      and `integrations.automodel` leave it out of the loss that evaluation reports.
+      Each module of `integrations` names the options it takes. A tensor of one number a token, as `token_weights`, is no option but an
       argument of each call: it would go through `LOSS_ARGUMENTS` of `hf_patch.fused_forward` and
       all of `HeadForward`, and TRL, which counts all tokens alike (`trl_output`), has no place for
       it.
