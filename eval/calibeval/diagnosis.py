@@ -4,7 +4,8 @@
 errs, whether accuracy changed, how much one temperature would mend, and what to do next. A
 difference is called one where its 95 % interval leaves out 0, and a model miscalibrated by a test
 at 5 %; else no difference is shown. Each of these stands for itself: they are not corrected for
-being several.
+being several, and the sentences say so. What to do is as careful: a check of one run cannot promise
+what smoothing would do, so it names the trial that would tell.
 
 The temperature needs no validation questions here, because it is cross-fitted: the questions are
 split at random into halves, and each half is read at the temperature that was fitted on the other.
@@ -35,6 +36,19 @@ AMONG: dict[Among, str] = {"choices": "among the choices", "vocabulary": "among 
 SPLIT_SEED = 0
 FEWEST_QUESTIONS = 2 * scaling.FEWEST_ANSWERS
 TICKS = (0, 0.5, 1)
+NEAR_P = (SIGNIFICANCE / 5, 2 * SIGNIFICANCE)  # between these a verdict is printed with its p
+GUIDE = "docs/should-i-smooth.md"
+CAVEAT = (
+    "All this is of one run on these questions: another seed may differ. Each verdict is a test of "
+    "its own at 5 %, and they are not corrected for being several."
+)
+TRIAL = (
+    "Smoothing is a trial, not a promise: train with β = 0, 0.1 and 0.2, three seeds each, and "
+    f"compare with β = 0 on every task that you use (steps 4 and 5 of {GUIDE}). Smoothing makes a "
+    "model less sure among all tokens, whatever the task, and log loss there mostly rises. If this "
+    "model was smoothed already, try its β and a larger one instead of 0.1 and 0.2."
+)
+MORE_QUESTIONS = "score more questions, if the task has more"
 SCORE_ALIKE = (
     "score both with the same options, as `calibeval check BASE TUNED --task … --out DIR` does"
 )
@@ -84,6 +98,8 @@ class Check:
             temperature, as when all its answers are right.
         validation_split: The split of the task that a temperature can be fitted on, where the
             tuned model's sidecar tells the task, whose file is there, and that has one.
+        temperature_applied: The temperature that the tuned model's answers are at already, by
+            their sidecar; None where it tells of none.
         sentences: What all this means, to be printed one after another.
     """
 
@@ -97,6 +113,7 @@ class Check:
     cooled_floor: float | None
     mended: Estimate | None
     validation_split: str | None
+    temperature_applied: float | None
     sentences: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,6 +129,7 @@ class Check:
             "cooled_floor": self.cooled_floor,
             "mended": None if self.mended is None else self.mended.as_dict(),
             "validation_split": self.validation_split,
+            "temperature_applied": self.temperature_applied,
             "sentences": self.sentences,
         }
 
@@ -152,6 +170,7 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
         cooled_floor=None,
         mended=None,
         validation_split=validation_split(Path(tuned)),
+        temperature_applied=temperature_applied(Path(tuned)),
         sentences=[],
     )
     try:
@@ -234,9 +253,9 @@ def number_of(estimate: Estimate) -> float:
 def sentences(
     found: Check, base: Evaluation, tuned: Evaluation, about_temperature: str
 ) -> list[str]:
-    """What was found, in plain sentences, the last of which says what to do.
+    """What was found, in plain sentences, the last two of how far it goes and what to do.
 
-    `about_temperature` is the last but one.
+    `about_temperature` is the one before these.
     """
     lines = [accuracy_sentence(found.accuracy, base, tuned)]
     for among, after in found.after.items():
@@ -245,6 +264,7 @@ def sentences(
     if {after.verdict for after in found.after.values()} >= {"over-confident", "under-confident"}:
         lines.append(mass_sentence(found.letter_masses[1]))
     lines.append(about_temperature)
+    lines.append(CAVEAT)
     lines.append(advice(found))
     return lines
 
@@ -259,8 +279,8 @@ def accuracy_sentence(change: Estimate, base: Evaluation, tuned: Evaluation) -> 
     interval = f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}] points, 95 %"
     if not change.significant:
         return f"{text}: no difference is shown ({interval})."
-    direction = "gained" if change.low > 0 else "cost"
-    return f"{text}: fine-tuning {direction} accuracy ({interval})."
+    direction = "higher" if change.low > 0 else "lower"
+    return f"{text}: the tuned model's is {direction} ({interval})."
 
 
 def error_sentence(
@@ -273,12 +293,24 @@ def error_sentence(
     text = f"The tuned model's probabilities {AMONG[among]} are {described(after)}"
     if before is None or change is None:
         return f"{text}."
-    text += f"; before fine-tuning they were {described(before)}. "
-    if not change.significant or change.low is None or change.high is None:
-        return f"{text}No difference of the calibration error is shown."
-    verb = "raised" if change.low > 0 else "lowered"
-    interval = f"[{1000 * change.low:+.1f}, {1000 * change.high:+.1f}] thousandths, 95 %"
-    return f"{text}Fine-tuning {verb} the squared calibration error ({interval})."
+    text += f"; before fine-tuning they were {described(before)}."
+    size = in_thousandths(change)
+    if change.significant:
+        direction = "higher" if number_of(change) > 0 else "lower"
+        return f"{text} The squared calibration error is {direction} than before{size}."
+    text += f" No difference of the squared calibration error is shown{size}"
+    if before.verdict != after.verdict:
+        text += ", so it is not shown that fine-tuning caused the change"
+    return f"{text}."
+
+
+def in_thousandths(change: Estimate) -> str:
+    """The size of a change of the squared calibration error, in brackets; empty without one."""
+    if change.value is None or change.low is None or change.high is None:
+        return ""
+    low = 1000 * change.low
+    high = 1000 * change.high
+    return f" ({1000 * change.value:+.1f} [{low:+.1f}, {high:+.1f}] thousandths, 95 %)"
 
 
 def mass_sentence(letter_mass: float | None) -> str:
@@ -292,8 +324,10 @@ def mass_sentence(letter_mass: float | None) -> str:
 
 def described(reading: Reading) -> str:
     """A reading in words, with its numbers."""
-    ece = f"ECE {number_of(reading.ece):.3f}, where a calibrated model would have up to "
-    ece += f"{reading.ece.floor:.3f}"
+    ece = f"ECE {number_of(reading.ece):.3f}, where {calibrated_models(reading.ece.floor)}"
+    p_value = reading.ece.p_calibrated
+    if p_value is not None and NEAR_P[0] <= p_value <= NEAR_P[1]:
+        ece += f"; p = {p_value:.3f}"
     points = 100 * abs(number_of(reading.surplus))
     if reading.verdict == "over-confident":
         return f"over-confident, by {points:.1f} points on average ({ece})"
@@ -304,6 +338,12 @@ def described(reading: Reading) -> str:
     return f"miscalibrated, though not shown to be too high or too low on average ({ece})"
 
 
+def calibrated_models(floor: float | None) -> str:
+    """What an ECE is to be measured by: the ECE of calibrated models, on as many questions."""
+    assert floor is not None  # ECE has one in every reading
+    return f"95 of 100 calibrated models have less than {floor:.3f}"
+
+
 def temperature_sentence(found: Check) -> str:
     """What one temperature would do, cross-fitted."""
     mended = found.mended
@@ -311,75 +351,102 @@ def temperature_sentence(found: Check) -> str:
     assert mended is not None
     low, high = sorted(found.temperatures)
     before = number_of(found.after["choices"].ece)
+    name = "One temperature" if found.temperature_applied is None else "One further temperature"
     text = (
-        f"One temperature of about {math.sqrt(low * high):.2f} ({low:.2f} and {high:.2f}, each "
-        "fitted on one half of these questions and tried on the other) takes the ECE among the "
-        f"choices from {before:.3f} to {found.cooled_ece:.3f}, where a calibrated model would have "
-        f"up to {found.cooled_floor:.3f}"
+        f"{name} of about {math.sqrt(low * high):.2f} ({low:.2f} and {high:.2f}, each "
+        "fitted on one half of these questions and tried on the other) would take the ECE among "
+        f"the choices from {before:.3f} to {found.cooled_ece:.3f}, where "
+        f"{calibrated_models(found.cooled_floor)}"
     )
-    if not mended.significant or mended.low is None or mended.high is None:
-        return f"{text}: that is not shown to be a difference."
-    verb = "lowers" if mended.low < 0 else "raises"
-    interval = f"[{1000 * mended.low:+.1f}, {1000 * mended.high:+.1f}] thousandths, 95 %"
-    return f"{text}: that {verb} the squared calibration error ({interval})."
+    assert found.cooled_ece is not None
+    assert found.cooled_floor is not None
+    size = in_thousandths(mended)
+    if not mended.significant:
+        return f"{text}. On these questions that may be chance: no difference is shown{size}."
+    verb = "lowers" if number_of(mended) < 0 else "raises"
+    left = "; an error is left" if found.cooled_ece > found.cooled_floor else ""
+    return f"{text}. That {verb} the squared calibration error{size}{left}."
 
 
 def advice(found: Check) -> str:
     """What to do next, for the answers read among the choices and among all tokens."""
-    steps = [advice_among_choices(found)]
+    steps = []
+    lost_accuracy = found.accuracy.significant and number_of(found.accuracy) < 0
+    if lost_accuracy and any(has_risen(change) for change in found.worsened.values()):
+        steps.append(
+            "Accuracy fell and the error rose: first try to train less, with fewer epochs or a "
+            "lower learning rate."
+        )
+    steps.append(f"Among the choices: {advice_among_choices(found)}")
     if "vocabulary" in found.after:
-        steps.append(advice_among_all_tokens(found.after["vocabulary"].verdict))
+        verdict = found.after["vocabulary"].verdict
+        steps.append(f"Among all tokens: {advice_among_all_tokens(verdict)}")
+    elif found.temperature_applied is not None:
+        steps.append(
+            "Among all tokens: these records hold nothing of it; check those that the temperature "
+            "was applied to."
+        )
     return f"What to do: {' '.join(steps)}"
+
+
+def has_risen(change: Estimate) -> bool:
+    """Whether a change is shown to be above 0."""
+    return change.significant and number_of(change) > 0
 
 
 def advice_among_all_tokens(verdict: str) -> str:
     """What to do about the probabilities among all tokens."""
     if verdict == "over-confident":
-        return (
-            "If you read probabilities among all tokens, train again with label smoothing β of 0.1 "
-            "and 0.2, and check every task you care about: smoothing makes a model less sure among "
-            "all tokens, whatever the task."
-        )
+        return f"a temperature does not reach these. {TRIAL}"
     if verdict == "under-confident":
         return (
-            "Do not smooth, or with a smaller β where it was: among all tokens the model is less "
-            "sure than it should be already."
+            "do not smooth, since the model is less sure than it should be already. If it was "
+            "trained with smoothing, use a smaller β."
         )
     if verdict == "calibrated":
-        return "Among all tokens no error is shown, so nothing speaks for smoothing."
-    return "Among all tokens an error is shown, but not its direction: score more questions."
+        return "no error is shown, so nothing speaks for smoothing."
+    return f"an error is shown, but not its direction. {both_directions()}"
+
+
+def both_directions() -> str:
+    """What an error that has no direction on average may be, and what would tell."""
+    return (
+        "The model may be too sure at some confidences and not sure enough at others, which "
+        f"`--figure` draws, or these questions are too few to tell: {MORE_QUESTIONS}."
+    )
 
 
 def advice_among_choices(found: Check) -> str:
     """What to do about the probabilities among the choices, of those who only compare choices."""
-    verdict = found.after["choices"].verdict
-    vocabulary = found.after.get("vocabulary")
-    may_smooth = vocabulary is None or vocabulary.verdict != "under-confident"
-    if verdict == "calibrated":
-        return "Among the choices no error is shown that would have to be mended."
+    reading = found.after["choices"]
+    if reading.verdict == "calibrated":
+        return "no error is shown that would have to be mended."
+    if found.temperature_applied is not None:
+        return (
+            "a temperature was applied already. If the ECE is only a few thousandths above what "
+            "calibrated models have, stop here: that is no reason to train again. If it is far "
+            f"above, fit it anew on more {questions_to_fit_on(found)}, and apply it to the records "
+            f"without a temperature (step 3 of {GUIDE})."
+        )
     mended = found.mended
     if mended is not None and mended.significant and number_of(mended) < 0:
         return (
-            f"If you only compare choices, fit a temperature on {questions_to_fit_on(found)} with "
-            "`calibeval temperature VALIDATION.jsonl TEST.jsonl --out SCALED.jsonl`. It changes no "
+            f"fit a temperature on {questions_to_fit_on(found)} with `calibeval temperature "
+            f"VALIDATION.jsonl TEST.jsonl --out SCALED.jsonl` (step 3 of {GUIDE}). It changes no "
             "answer, and it is this task's alone: other tasks need their own."
         )
-    if verdict == "over-confident" and may_smooth:
-        return (
-            "One temperature is not shown to mend the choices: train again with label smoothing β "
-            "of 0.1 and 0.2 and check both, or score more questions."
-        )
-    if verdict == "over-confident":
-        return "One temperature is not shown to mend the choices: score more questions."
-    if verdict == "miscalibrated":
-        return (
-            "One temperature is not shown to mend the choices, nor whether they are too sure or "
-            "not sure enough: leave it, or score more questions."
-        )
-    return (
-        "One temperature is not shown to mend the choices, and smoothing would make the model less "
-        "sure still: leave it, or score more questions."
+    if reading.verdict == "miscalibrated":
+        return f"one temperature is not shown to mend the error. {both_directions()}"
+    points = 100 * abs(number_of(reading.surplus))
+    unmended = (
+        f"one temperature is not shown to mend the error, of {points:.1f} points on average: "
+        f"{MORE_QUESTIONS}, else leave it."
     )
+    if reading.verdict == "under-confident":
+        return f"{unmended} Smoothing would make the model less sure still."
+    if "vocabulary" not in found.after:
+        return f"{unmended} {TRIAL}"
+    return unmended
 
 
 def questions_to_fit_on(found: Check) -> str:
@@ -404,6 +471,15 @@ def validation_split(file: Path) -> str | None:
         return None  # one file has no splits
     _, other_split = splits
     return other_split if settings.get("split") != other_split else None
+
+
+def temperature_applied(file: Path) -> float | None:
+    """The temperature that a record file's answers are at, as `calibeval temperature` writes it."""
+    applied = record_files.meta(file).get("temperature")
+    if not isinstance(applied, dict):
+        return None
+    temperature = applied.get("temperature")
+    return float(temperature) if isinstance(temperature, (int, float)) else None
 
 
 def draw(by_model: dict[str, Evaluation]) -> "Figure":

@@ -1073,6 +1073,6 @@ def test_the_page_on_ones_own_model_prints_what_check_prints(published):
     guide = (parts.HERE.parents[1] / "docs" / "should-i-smooth.md").read_text(encoding="utf-8")
     example = guide.split("at β = 0:\n\n")[1].split("\n\n")[0]
     lines = [line.strip() for line in example.splitlines() if line.strip() != "…"]
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         assert line.removesuffix("…").strip() in done.stdout
