@@ -444,8 +444,6 @@ def advice_among_choices(found: Check) -> str:
     )
     if reading.verdict == "under-confident":
         return f"{unmended} Smoothing would make the model less sure still."
-    if "vocabulary" not in found.after:
-        return f"{unmended} {TRIAL}"
     return unmended
 
 

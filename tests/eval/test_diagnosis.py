@@ -206,6 +206,8 @@ def test_smoothing_is_a_trial_and_never_for_the_choices(models, among_all_tokens
     among_choices, _, _ = words.partition("Among all tokens:")
     assert "mooth" not in among_choices
     assert "score more questions, if the task has more, else leave it" in among_choices
+    alone = {"choices": check.after["choices"]}  # of texts, and at a temperature without a sidecar
+    assert diagnosis.TRIAL not in diagnosis.advice(replace(check, mended=unmended, after=alone))
 
 
 def test_the_trial_names_its_parts():
