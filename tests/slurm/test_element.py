@@ -14,7 +14,7 @@ from sweep_tools import prepare, rows, runs_of, wait_for
 from sweeps.launch import worker
 from sweeps.launch.element import Element, take_over
 from sweeps.launch.submitit_adapter import copy_pickle_lines, element_command, write_pickle
-from sweeps.runs.files import is_locked
+from sweeps.runs.files import is_locked, locked
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.stages import Outcome
 
@@ -118,3 +118,30 @@ def test_a_job_that_is_started_again_takes_its_run_over_from_the_earlier_start(
     assert "still runs on" in capsys.readouterr().out
     hold.unlink()
     assert worker.work(run, lambda: False, ("train",)) is Outcome.FINISHED_STAGES
+
+
+def test_an_earlier_start_stays_asked_to_stop_where_the_new_one_has_to_go(toy_file, monkeypatch):
+    """Its trainer may look for the file only after this start has been told to leave."""
+    run = prepare(toy_file(grid={}))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run.note_beginning("train")
+    with locked(run.lock_file, 1, "busy"):
+        take_over(run, lambda: True)
+        assert worker.work(run, lambda: True, ("train",)) is Outcome.STOPPED
+        assert run.stop_file.exists()
+
+
+def test_a_stop_file_is_left_to_who_holds_the_run_and_deleted_once_nobody_does(toy_file):
+    run = prepare(toy_file(grid={}))
+    run.stop_file.touch()
+    log = run.path / "train.log"
+    with ThreadPoolExecutor() as threads:
+        with locked(run.lock_file, 1, "busy"):
+            waiting = threads.submit(worker.work, run, lambda: False, ("train",))
+            # It is not told to go by a file that is the other's, and waits for its turn.
+            wait_for(lambda: log.exists() and "waiting: " in log.read_text(), 60)
+            assert run.stop_file.exists()
+        assert waiting.result(timeout=60) is Outcome.STOPPED  # its trainer finds the file
+    assert worker.work(run, lambda: False, ("train",)) is Outcome.FINISHED_STAGES
+    assert not run.stop_file.exists()

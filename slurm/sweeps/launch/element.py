@@ -68,10 +68,11 @@ class Element(Checkpointable):
 
         take_over(run, is_asked_to_stop)
         outcome = worker.work(run, is_asked_to_stop, self.stages)
-        # By USR2, ahead of the time limit; by a stop file that somebody made by hand, or a TERM to
-        # the program alone, of which Slurm knows nothing; or because Slurm gave up a node.
-        only_warned = signal.SIGTERM not in heard
-        if outcome is Outcome.STOPPED and (only_warned or may_requeue()):
+        # Without TERM, Slurm has not decided what becomes of this job. The run was stopped by USR2,
+        # ahead of the time limit; by a stop file that somebody made, or a TERM to the program
+        # alone, of which Slurm knows nothing; or because a node was given up. So it is requeued.
+        heard_no_term = signal.SIGTERM not in heard
+        if outcome is Outcome.STOPPED and (heard_no_term or may_requeue()):
             come_back(run)
         sys.exit(outcome.value)  # without words: what is to be said stands in the log already
 

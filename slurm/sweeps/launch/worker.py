@@ -30,7 +30,9 @@ POLL = 0.2  # seconds between looks at a program that runs
 # Exit codes by which a program between this process and the killed one, such as a shell or
 # `open_instruct_backend.train`, reports the kill. Of its own program it sees the negative signal.
 KILL_CODES_OF_WRAPPERS = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
-BAD_INPUT = 2  # the exit code of a program of ours that refuses to begin
+# The exit code of a program of ours that ends with an InputError: it refuses to begin, or has met
+# what only its user can put right, such as a loss that is infinite or a disk that is full.
+BAD_INPUT = 2
 LOG_LINES = 400  # of a program's output on one node, among which its error is looked for
 LOG_BYTES = 1 << 16
 NODE_PATIENCE = 30  # seconds between the end of a run's program on one node and that on all others
@@ -44,16 +46,23 @@ def work(
 ) -> Outcome:
     """Bring a run through these stages, or to where it has saved once it is asked to stop.
 
-    It is asked by `asked_to_stop`, or by a stop file that somebody puts into its folder. Programs
-    get `environment` on top of this process's. One that is killed starts again, but not more than
-    `max_idle_restarts` times without progress. Where another process works on the run, this one
-    gives up with FAILED too; attempts.jsonl then says `busy` and no error. Returns FINISHED_STAGES
-    when the next stage is none of these: all is done, or what comes next is another array's.
+    It is asked by `asked_to_stop`, or by a stop file that somebody puts into its folder. A file
+    that was there before is deleted, unless another process holds the run: it is left to that one.
+
+    Programs get `environment` on top of this process's. One that is killed starts again, but not
+    more than `max_idle_restarts` times without progress. Where another process works on the run,
+    this one gives up with FAILED too; attempts.jsonl then says `busy` and no error. Returns
+    FINISHED_STAGES when the next stage is none of these: all is done, or what comes next is another
+    array's.
     """
-    run.stop_file.unlink(missing_ok=True)  # which an earlier attempt has left
+    # A process that still holds the run may not have looked for its stop file yet, such as an
+    # earlier start of this job, which `element.take_over` has asked to leave.
+    file_asks_another = is_locked(run.lock_file)
+    if not file_asks_another:
+        run.stop_file.unlink(missing_ok=True)  # left over from the worker before
 
     def is_asked_to_stop() -> bool:
-        return asked_to_stop() or run.stop_file.exists()
+        return asked_to_stop() or (run.stop_file.exists() and not file_asks_another)
 
     stage = next_stage(run)
     while stage is not None and stage in stages:
@@ -188,15 +197,23 @@ def _execute(
         time.sleep(POLL)
         if not was_asked and is_asked_to_stop():
             was_asked = True
-            # A trainer that finds this file saves and leaves; it does not go on to score.
-            run.stop_file.touch()
-            # With model/ there, the program scores, whichever stage it was started for.
-            is_scoring = run.trained
-            if is_scoring:  # which looks for no file, and keeps what it has when killed
-                os.killpg(program.pid, signal.SIGTERM)
+            _ask_to_stop(run, program)
     written = log.stat().st_size - start
     lines = tail(log, nodes * LOG_LINES, size=max(1, min(written, nodes * LOG_BYTES)))
     return ProgramEnd(program.returncode, lines, nodes)
+
+
+def _ask_to_stop(run: Run, program: subprocess.Popen) -> None:
+    """Let a run's program save and leave.
+
+    A trainer finds the stop file after its update, saves and leaves; it does not go on to score. A
+    scorer looks for no file, and loses nothing when it is killed, so that it gets TERM. A program
+    that was started to train scores once model/ is there.
+    """
+    run.stop_file.touch()
+    is_scoring = run.trained
+    if is_scoring:
+        os.killpg(program.pid, signal.SIGTERM)
 
 
 def _srun(nodes: int) -> list[str]:

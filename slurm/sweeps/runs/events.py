@@ -21,7 +21,7 @@ class EventKind(Enum):
     # A launch has asked for the run: it is about to hand it to sbatch, or to a worker on this
     # machine. The name in the file is from when there was Slurm alone, and stays for older files.
     LAUNCHED = "queued"
-    BEGAN = "began"  # an attempt at a stage has begun
+    BEGAN = "began"  # an attempt has begun: one program, started for one stage
     ENDED = "ended"  # an attempt has ended, or sbatch did not take the run
 
 

@@ -2,9 +2,10 @@
 
 config.yaml       the resolved config, from which the folder's name is made
 attempts.jsonl    what happened to the run, a line for each event
-stop              asks the trainer to save and to leave, while it exists. Made by whoever works on
-                  the run and is asked to stop; each attempt begins by deleting it, so that a file
-                  which is made by hand ends one attempt, and on Slurm the next one goes on
+stop              asks the trainer to save and to leave, while it exists. Made by the worker of the
+                  run when it is asked to stop, or by hand. `launch.worker.work` begins by deleting
+                  it, if nobody holds the run: a file that is made by hand ends what one worker or
+                  element does, and on Slurm the next start of the element goes on
 .lock             is held by the process that trains or scores the run
 train.log         what the trainer printed; score.log likewise
 metrics.jsonl     the trainer's progress
