@@ -21,6 +21,7 @@ from sweeps.launch import assets, preflight
 from sweeps.runs import scoring
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
+from sweeps.training import open_instruct_backend
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
@@ -145,6 +146,35 @@ def test_a_file_without_an_answer_is_named(sweep_file, tmp_path, text, backend):
     file.write_text(text)
     printed = problems(sweep_file(backend=backend), f"train.train_file={file}")
     assert f"train.train_file: {file}: no conversation with an assistant" in printed
+
+
+@pytest.mark.parametrize("limits", [[1.0, -1.0], [-1.0, 1.0]], ids=str)
+def test_a_backend_is_asked_about_runs_that_differ_in_numbers_alone(sweep_file, tmp_path, limits):
+    deepspeed = tmp_path / "deepspeed.json"
+    deepspeed.write_text('{"gradient_clipping": 1.0}')
+    path = sweep_file(
+        grid={"clip_grad_norm": limits},
+        backend="open-instruct",
+        world={"deepspeed": str(deepspeed), "processes_per_node": 2},
+    )
+    assert "train.clip_grad_norm: DeepSpeed ignores it" in problems(path)
+
+
+def test_many_runs_of_a_checkout_are_checked_at_once(sweep_file, tmp_path, monkeypatch):
+    """To look whether a checkout is patched takes a good part of a second."""
+    monkeypatch.setenv("OPEN_INSTRUCT_DIR", str(tmp_path))
+    checks = []
+
+    def run(words, **options):
+        checks.append(words)
+        return run_program(words, **options)
+
+    run_program = subprocess.run
+    monkeypatch.setattr(open_instruct_backend.subprocess, "run", run)
+    path = sweep_file(grid={"seed": [1, 2, 3]}, backend="open-instruct")
+    printed = problems(path)
+    assert "it is no open-instruct checkout" in printed, printed
+    assert len([words for words in checks if "--check" in words]) == 1
 
 
 def test_what_makes_a_sweeps_files_is_named_where_one_is_not_there(sweep_file):

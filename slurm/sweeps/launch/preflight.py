@@ -196,8 +196,9 @@ def _unwritable(plan: SweepPlan) -> Iterator[str]:
 def _inputs(plan: SweepPlan) -> list[str]:
     """What runs read and what is not here or not readable, as far as it can be told now.
 
-    What is not fetched comes alone: it is read to find the other problems. So do the files of
-    `world:`, without which no backend can say what a run needs.
+    There are three steps, and each needs what the one before has found to be in order. First what
+    is not fetched: the other steps read it. Then the files of `world:`, without which no backend
+    can say what a run needs. Last what models, data and questions lack, and what the backend says.
     """
     unfetched = [asset.name for asset in assets.assets(plan) if not asset.is_here()]
     if unfetched:
@@ -225,13 +226,14 @@ def _needs_of_training(plan: SweepPlan) -> tuple[list[str], list[str]]:
     backend = load_backend(plan.sweep.backend)
     unreadable: list[str] = []
     from_backend: list[str] = []
-    for run in _runs_with_different_files(plan):
-        unreadable += _models(plan.typed_train_keys(run))
+    for runs in _runs_by_files(plan):
+        unreadable += _models(plan.typed_train_keys(runs[0]))
         try:
-            _read_train_file(run)
+            _read_train_file(runs[0])
         except InputError as error:
             unreadable.append(f"train.train_file: {error}")
-        else:
+            continue
+        for run in runs:
             from_backend += backend.missing(run.config().train_options, plan.sweep.world)
     return unreadable, from_backend
 
@@ -246,14 +248,15 @@ def _files_of_world(plan: SweepPlan) -> Iterator[str]:
             return
 
 
-def _runs_with_different_files(plan: SweepPlan) -> list[Run]:
-    """Of the runs to train, one of each kind: those that differ in numbers need the same files."""
-    kinds = {}
+def _runs_by_files(plan: SweepPlan) -> list[list[Run]]:
+    """The runs to train, in groups that need the same files: their options are the same texts."""
+    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in plan.runs:
         if not run.trained:
-            texts = [value for value in run.config().train.values() if isinstance(value, str)]
-            kinds[tuple(texts)] = run
-    return list(kinds.values())
+            options = run.config().train.items()
+            texts = tuple((key, value) for key, value in options if isinstance(value, str))
+            groups.setdefault(texts, []).append(run)
+    return list(groups.values())
 
 
 def _models(train_keys: dict[str, Any]) -> Iterator[str]:

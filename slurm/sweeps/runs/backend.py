@@ -74,7 +74,11 @@ class Backend(Protocol[Options]):
         """The modules that must be importable for such a run, beyond this project's own."""
 
     def missing(self, train_options: Options, world: World, /) -> list[str]:
-        """What else would keep such a run from starting, one sentence for each problem."""
+        """What else would keep such a run from starting, one sentence for each problem.
+
+        A launch asks this of each run that is to be trained, once its files are known to be there.
+        So what takes time and is the same for many runs is best remembered.
+        """
 
     def train(self, run: "Run", /) -> None:
         """Train a run, resuming from its checkpoints, until `run.model` holds the final model.

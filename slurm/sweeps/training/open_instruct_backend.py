@@ -4,6 +4,7 @@ The environment variable OPEN_INSTRUCT_DIR names the checkout, which `patches/ap
 """
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from sweeps.training.options import CommonOptions
 
 CHECKOUT = "OPEN_INSTRUCT_DIR"  # the environment variable that names the checkout
 environment_variables = (CHECKOUT,)  # of the submitting shell, which jobs need
+FileVersion = tuple[int, int] | None  # see `_version`
 TRAINED = "TRAINED"  # the file that finetune.py leaves beside a finished model
 # What finetune.py imports beyond what every run does.
 MODULES = ("deepspeed", "peft", "nltk", "langdetect", "immutabledict", "rich", "antlr4", "requests")
@@ -105,17 +107,32 @@ def checkout_problems() -> list[str]:
         from smoothed_open_instruct import patches_folder
     except ImportError as error:
         return [f"backend open-instruct: smoothed_open_instruct cannot be imported: {error}"]
-    apply = patches_folder() / "apply.sh"
+    checkout = Path(os.environ[CHECKOUT]).absolute()
+    finetune = checkout / "open_instruct" / "finetune.py"
+    message = _patch_problem(patches_folder() / "apply.sh", checkout, _version(finetune))
+    return [] if message is None else [f"{CHECKOUT}: {message}"]
+
+
+@functools.cache
+def _patch_problem(apply: Path, checkout: Path, version: FileVersion) -> str | None:
+    """Why apply.sh says that a checkout, with this finetune.py, is not patched; None if it is.
+
+    The answer is remembered, as a launch asks for it with each run.
+    """
     check = subprocess.run(
-        ["bash", apply, os.path.abspath(os.environ[CHECKOUT]), "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
+        ["bash", apply, checkout, "--check"], capture_output=True, text=True, check=False
     )
     if check.returncode == 0:
-        return []
-    message = (check.stderr or check.stdout).strip().removeprefix("error: ")
-    return [f"{CHECKOUT}: {message}"]
+        return None
+    return (check.stderr or check.stdout).strip().removeprefix("error: ")
+
+
+def _version(file: Path) -> FileVersion:
+    """When a file was written last, and its size; None if it is not there."""
+    with contextlib.suppress(OSError):
+        status = file.stat()
+        return status.st_mtime_ns, status.st_size
+    return None
 
 
 def data_problems(train_options: OpenInstructOptions) -> list[str]:
@@ -123,10 +140,20 @@ def data_problems(train_options: OpenInstructOptions) -> list[str]:
     file = Path(train_options.train_file)
     if file.suffix not in (".json", ".jsonl"):
         return [f"train.train_file: {file}: finetune.py reads .json or .jsonl"]
-    place, row = next(rows(file))
-    if "messages" not in row:
+    place = _place_without_messages(file, _version(file))
+    if place is not None:
         return [f"train.train_file: {place}: finetune.py reads rows with `messages` only"]
     return []
+
+
+@functools.cache
+def _place_without_messages(file: Path, version: FileVersion) -> str | None:
+    """Where the first row of this version of a file stands, if it has no `messages`.
+
+    The answer is remembered, as a launch asks for it with each run, and a list is read whole.
+    """
+    place, row = next(rows(file))
+    return None if "messages" in row else place
 
 
 def sharding_problems(world: World) -> list[str]:
