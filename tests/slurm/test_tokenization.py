@@ -308,6 +308,35 @@ def test_a_tokenizing_run_is_not_waited_for_forever(tokenizing_run, tiny, tmp_pa
         tokenized(tiny, tiny / "chat.jsonl")
 
 
+HOLD_LOCK = """
+import fcntl, sys, time
+with open(sys.argv[1], "a") as lock:
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_each_notice_of_a_wait_for_tokens_is_one_line(tmp_path, monkeypatch, capsys):
+    """It names the file and who tokenizes it; no other line comes while the wait goes on."""
+    # Longer than the wait after which a lock is told of by itself.
+    monkeypatch.setattr(tokenization, "NOTICE_INTERVAL", 4)
+    monkeypatch.setattr(tokenization, "FIRST_NOTICE", 1)
+    monkeypatch.setattr(tokenization, "TOKENIZING_PATIENCE", 4)
+    lock = tmp_path / "tokens.lock"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(lock)], stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with (
+            pytest.raises(InputError, match=r"is tokenizing it, for"),
+            tokenization.locked_cache(lock, Path("chat.jsonl")),
+        ):
+            pass
+        holder.kill()
+    assert capsys.readouterr().err == "waiting: chat.jsonl: another process is tokenizing it\n"
+
+
 @pytest.fixture
 def tokenizer_that_adds_bos(tiny, tmp_path) -> PreTrainedTokenizerBase:
     """A tokenizer that puts a beginning-of-sequence token before every text by itself."""

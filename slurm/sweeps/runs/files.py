@@ -27,12 +27,14 @@ _held_here: set[tuple[int, int]] = set()
 
 
 @contextlib.contextmanager
-def locked(path: Path, patience: float, busy_message: str) -> Iterator[None]:
+def locked(
+    path: Path, patience: float, busy_message: str, silent_seconds: float = SILENT_SECONDS
+) -> Iterator[None]:
     """Hold a lock, which the kernel releases when the process ends, however it ends.
 
     Raises InputError with the words of `busy_message` if another process still holds the lock after
-    `patience` seconds; the same words are printed when the wait has taken SILENT_SECONDS. Where the
-    file system knows no locks, nothing is held, and a warning says so.
+    `patience` seconds; the same words are printed when the wait has taken `silent_seconds`. Where
+    the file system knows no locks, nothing is held, and a warning says so.
     """
     with open(path, "a") as file:
         os.set_inheritable(file.fileno(), True)  # torchrun may take this process's place
@@ -47,7 +49,7 @@ def locked(path: Path, patience: float, busy_message: str) -> Iterator[None]:
                 waited = time.monotonic() - began
                 if waited > patience:
                     raise InputError(busy_message) from None
-                if waited > SILENT_SECONDS and not told:
+                if waited > silent_seconds and not told:
                     told = True
                     print(f"waiting: {busy_message}", file=sys.stderr, flush=True)
                 time.sleep(RETRY_SECONDS)

@@ -215,7 +215,8 @@ def locked_cache(lock: Path, train_file: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(locked(lock, patience, "the lock is held"))
+                # It says nothing of the wait itself: the lines below name who is waited for.
+                stack.enter_context(locked(lock, patience, "busy", silent_seconds=math.inf))
                 break
             except InputError:
                 waited += patience
