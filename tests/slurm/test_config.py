@@ -283,6 +283,13 @@ def test_the_same_run_however_its_paths_are_spelt(toy_file, other):
     assert plan_sweep(path, [f"train.model_name_or_path={other}"]).runs[0].name == run.name
 
 
+@pytest.mark.parametrize("key", ["deepspeed", "fsdp"])
+def test_an_empty_name_of_a_sharding_file_is_none(toy_file, key):
+    (run,) = plan_sweep(toy_file(grid={}), [f"world.{key}=''"]).runs
+    assert run.config().world.single_process
+    assert [run.name] == [other.name for other in plan_sweep(toy_file(grid={}), []).runs]
+
+
 @pytest.mark.parametrize(
     "typed",
     [

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.utils import str_to_bool
 from disk_writes import DiskWrites
 from safetensors.torch import load_file
 from sweep_tools import equal, logs, prepare
@@ -41,7 +42,7 @@ from sweeps.training.attention import use_packed_attention
 from sweeps.training.callbacks import StopSignal
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset
-from sweeps.training.hf_arguments import use_one_gpu
+from sweeps.training.hf_arguments import first_rank_reads, use_one_gpu
 from sweeps.training.model_loading import prepare_model
 from sweeps.training.options import TrainOptions
 from sweeps.training.saving import in_precision
@@ -560,6 +561,15 @@ def test_two_ways_to_shard_a_run_are_refused(sweep_file):
     world = World(deepspeed="zero3.json", fsdp="fsdp2.json")
     (problem,) = hf_backend.missing(options, world)
     assert problem.startswith("world.deepspeed, world.fsdp: one of them shards a run")
+
+
+@pytest.mark.parametrize("setting", [True, "true", "yes", "On", "1", 1, False, "no", "OFF", "0", 0])
+def test_a_setting_of_an_fsdp_file_is_true_where_transformers_takes_it_so(tmp_path, setting):
+    """Else this project and transformers would not agree which rank reads the model."""
+    file = tmp_path / "fsdp.json"
+    file.write_text(json.dumps({"version": 2, "cpu_ram_efficient_loading": setting}))
+    reads_on_first = first_rank_reads(World(fsdp=str(file)))
+    assert reads_on_first == str_to_bool(str(setting), to_bool=True)
 
 
 def test_only_compiling_needs_a_model_whose_layers_are_known(sweep_file):

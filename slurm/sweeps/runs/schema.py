@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from calibeval.io import read_text
@@ -170,8 +170,8 @@ class World(Strict):
     )
     processes_per_node: Positive = option(
         1,
-        "How many processes of one run each machine has; each has a GPU of its own. An update has "
-        "as many more conversations.",
+        "How many processes of one run each machine has; each has a GPU of its own, or as many as "
+        "`gpus_per_process` of the profile says. An update has as many more conversations.",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] = option(
         "no",
@@ -189,6 +189,12 @@ class World(Strict):
         "configs/fsdp/fsdp2.json; null uses no FSDP.",
     )
 
+    @field_validator("deepspeed", "fsdp")
+    @classmethod
+    def _none_if_empty(cls, file: str | None) -> str | None:
+        """Take an empty name as null, so that all who ask agree that there is no file."""
+        return file or None
+
     @property
     def processes(self) -> int:
         """How many processes train one run, on all its machines together."""
@@ -196,7 +202,11 @@ class World(Strict):
 
     @property
     def single_process(self) -> bool:
-        """Whether a run needs no torchrun. It is then trained and scored in one array element."""
+        """Whether a run trains without torchrun: it has one process, and nothing shards it.
+
+        It is then trained and scored in one array element. One process under DeepSpeed or FSDP
+        needs torchrun, and is scored apart, as several are.
+        """
         return self.processes == 1 and self.deepspeed is None and self.fsdp is None
 
     def read(self, key: str) -> dict | None:
@@ -205,7 +215,7 @@ class World(Strict):
         Raises ValueError where the file is not JSON, as InputError where it cannot be read.
         """
         file = getattr(self, key)
-        if not file:
+        if file is None:
             return None
         content: dict = json.loads(read_text(Path(file)))
         return content
@@ -395,7 +405,9 @@ class Cluster(Strict):
     submitit has a parameter for it, else into `_additional_parameters`; `extra` overrides both. See
     too whether `runs.slurm_queue.explain_stuck` and `launch.slurm.advice` should name it to whoever
     has jobs that do not start, or are refused. One that changes what a job does before its command
-    belongs into `launch.sbatch.setup`.
+    belongs into `launch.sbatch.setup`. What `--dry-run` shows of a job's options is a list in
+    `launch.slurm.planned_jobs`. A new key needs no `added_later`: the profile is no part of a run's
+    name, and the one that a job keeps is compared with another by the keys that it has.
     """
 
     account: Line | None = option(None, "Account that jobs are billed to (sbatch --account).")

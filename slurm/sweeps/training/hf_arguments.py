@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import enable_fsdp_ram_efficient_loading
+from accelerate.utils import enable_fsdp_ram_efficient_loading, str_to_bool
 from transformers import TrainingArguments
 
 from calibeval.io import InputError
@@ -83,9 +83,10 @@ def make_arguments(
     """The options of a run by transformers' names, before `training_arguments` completes them."""
     gpu = torch.cuda.is_available()
     is_sharded = sharding.deepspeed is not None or sharding.fsdp is not None
-    # Under FSDP2 `training_arguments` switches gradient checkpointing on afterwards. With it these
-    # would warn that the backward pass gathers all weights a second time, which is true of FSDP1
-    # alone, and advise `activation_checkpointing`, whose recomputation draws other dropout masks.
+    # TrainingArguments warn where gradient checkpointing meets FSDP: the backward pass would gather
+    # all weights a second time. That is true of FSDP1 alone, and `activation_checkpointing`, which
+    # they advise, draws other dropout masks when it recomputes. So under FSDP2 they are made
+    # without gradient checkpointing, and `training_arguments` switches it on afterwards.
     checkpointing_from_start = train_options.gradient_checkpointing and not sharding.is_fsdp2
     return TrainingArguments(
         output_dir=str(run.checkpoints / PART),
@@ -156,11 +157,12 @@ def gradient_norm_limit(train_options: TrainOptions, deepspeed: dict[str, Any] |
 
 
 def adapted_fsdp_config(fsdp: dict[str, Any]) -> dict[str, Any]:
-    """An FSDP config by which the first rank alone reads the model, unless it says otherwise.
+    """An FSDP config with its version, 2 by default, and what FSDP2 loads the model with.
 
-    With `cpu_ram_efficient_loading` it reads and widens the weights and sends each rank its part;
-    else every rank reads and widens all of them. transformers takes each key with `fsdp_` before
-    it too.
+    With `cpu_ram_efficient_loading` the first rank alone reads and widens the weights and sends
+    each rank its part; else every rank reads and widens all of them. Under FSDP2 it is on unless
+    the file says otherwise; FSDP1 is left as the file has it. transformers takes each key with
+    `fsdp_` before it too.
     """
     adapted = {key.removeprefix("fsdp_"): value for key, value in fsdp.items()}
     adapted["version"] = int(adapted.get("version", 2))
@@ -179,8 +181,11 @@ def first_rank_reads(world: World) -> bool:
 
 
 def is_true(setting: Any) -> bool:
-    """Whether a setting of an FSDP file is true, which transformers also takes as text."""
-    return str(setting).lower() == "true"
+    """Whether a setting of an FSDP file is true, by the words that transformers takes for it.
+
+    Raises ValueError for any other word, as transformers does.
+    """
+    return bool(str_to_bool(str(setting)))
 
 
 def adapted_deepspeed_config(deepspeed: dict[str, Any], clip_grad_norm: float) -> dict[str, Any]:
