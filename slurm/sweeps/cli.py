@@ -130,9 +130,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _path_in_project(typed: str) -> Path:
-    """A path as it is read once `main` has gone to the project's folder, where paths begin then.
+    """Turn a typed path into one that means the same once `main` is in the project's folder.
 
-    It is taken from the folder where it was typed; if nothing is there, from the project's.
+    A path is read from the folder where it was typed; if nothing is there, from the project's.
     """
     path = Path(os.path.abspath(os.path.expanduser(typed)))  # bash leaves the ~ of --cluster=~/x
     if not os.path.exists(path) and os.path.exists(PROJECT / typed):
@@ -253,7 +253,8 @@ def _cancel(parsed: argparse.Namespace) -> None:
     plan = _plan_to_look_at(parsed)
     cancelled = slurm.cancel(plan)
     print(f"cancelled: {', '.join(cancelled) or 'no job'}", flush=True)
-    slurm.refuse_a_launch_here(plan)  # it goes on, which only a message can say
+    # A launch that runs without Slurm is not cancelled: the command ends with how to end that one.
+    slurm.refuse_a_launch_here(plan)
 
 
 def _collect(parsed: argparse.Namespace) -> int:

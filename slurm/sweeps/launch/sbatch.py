@@ -34,7 +34,7 @@ COLLECT_MEMORY = "4G"  # is enough for tables over hundreds of record files
 class JobKind(Enum):
     """What a job does; the value is part of its name.
 
-    An array that trains also scores, if its runs have one process each: `slurm.stages_of` says so.
+    An array that trains also scores, if its runs train without torchrun: `slurm.stages_of` says so.
     An array that scores has the runs that are scored apart: see `slurm.design`.
     """
 

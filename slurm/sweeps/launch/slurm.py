@@ -105,9 +105,10 @@ class Submission:
 def design(plan: SweepPlan, live: list[LiveJob], array_limit: int | None = None) -> list[Job]:
     """The jobs to submit, in the order of submission; none if all is done or queued.
 
-    `live` are the jobs that are queued or running. A run of one process trains and scores in one
-    element. Of a run of several processes, scoring has an array of its own, whose elements have the
-    CPUs and GPUs of one process and all the memory, and wait for those that train.
+    `live` are the jobs that are queued or running. A run without torchrun, of one process and not
+    sharded, trains and scores in one element. Of any other run, scoring has an array of its own,
+    whose elements have the CPUs and GPUs of one process and all the memory, and wait for those that
+    train.
     No array has more elements than `array_limit`.
     """
     queued_runs = {job.run for job in live if job.run is not None}
@@ -133,7 +134,8 @@ def _train_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> li
     """The arrays that train these runs, and behind each of them the one that scores apart."""
     scored_apart = sweep.score is not None and not sweep.world.single_process
     jobs: list[Job] = []
-    trainer_before = None  # the positions of the arrays before, where the next ones wait for them
+    # The positions of the arrays for which the next ones wait: those before, under a throttle.
+    trainer_before = None
     scorer_before = None
     for part in _parts(names, array_limit):
         trainer = len(jobs)
@@ -142,7 +144,8 @@ def _train_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> li
             jobs.append(Job(JobKind.SCORE, part, trained_by=trainer, after_array=scorer_before))
         if sweep.throttle is not None:
             trainer_before = trainer
-            scorer_before = trainer + 1
+            if scored_apart:
+                scorer_before = trainer + 1
     return jobs
 
 
@@ -384,7 +387,7 @@ def _write_job(
 def stages_of(job: Job, sweep: Sweep) -> tuple[str, ...]:
     """The stages through which an element of an array brings its run.
 
-    Where a run has one process, the element that trains it goes on to score.
+    Where a run trains without torchrun (one process, not sharded), the element goes on to score.
     """
     if job.kind is JobKind.SCORE:
         return (SCORE,)

@@ -112,7 +112,7 @@ def visible_gpus() -> list[str]:
 
 
 def follow_parent() -> None:
-    """Let this process end when its parent does, and leave to that what Slurm warns of.
+    """Let this process end when its parent does, and ignore Slurm's warning, which that one hears.
 
     The kernel kills it once the thread that started it is gone. Whoever starts a program from a
     thread must therefore keep the thread until the program ends.

@@ -1,6 +1,7 @@
 """One run of backend trainer, from its config to model/: data, model, loss, training, saving.
 
-A run of one process goes on to score its model, where transformers scores and this Python can.
+A run without torchrun, of one process and not sharded, goes on to score its model, where
+transformers scores and this Python can.
 """
 
 import gc
@@ -40,7 +41,7 @@ from sweeps.training.tokenization import make_tokenizer, tokenize_file
 
 
 def train(run: Run) -> None:
-    """Fit the run; then score what was saved, where this one process trains alone and can score."""
+    """Fit the run; then score it, if it trains without torchrun and this Python can score it."""
     stop_signal = fit(run)
     config = run.config()
     score = config.score
@@ -74,8 +75,8 @@ def fit(run: Run) -> StopSignal:
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if run.stop_file.exists():
-        # The worker deletes a file that was left over before each attempt, so that this one was
-        # made since, or the run was started by hand.
+        # A worker begins by deleting a file that was left over. So this one was made since, or was
+        # left to a process that still held the run, or this run was started by hand.
         print_once(
             f"stop: {run.stop_file} exists, so the run saves after its first update and leaves; "
             "delete the file to train on"

@@ -5,9 +5,10 @@ and the global batch size, which is a multiple of the number of ranks. Packing a
 change how an update is computed, not what it is.
 
 An update's conversations are put into blocks, whose summed losses have a divisor in common: all of
-them into one, or under `reduce_loss: mean` into blocks of per_device_train_batch_size. Each block
-is split into micro-batches, and these are dealt to the ranks. A micro-batch is what one rank
-computes at once: a packed row of conversations end to end, or padded rows of one conversation each.
+them into one, or under `reduce_loss: mean` into blocks of per_device_train_batch_size, which are
+what the descriptions of the options call micro-batches. Here the word means what one rank computes
+at once: a packed row of conversations end to end, or padded rows of one conversation each. Each
+block is split into such micro-batches, and these are dealt to the ranks.
 
 The loss of an update, which its gradient belongs to, is
 
@@ -40,8 +41,9 @@ from calibeval.io import InputError
 from sweeps.training.options import TrainOptions
 from sweeps.training.tokenization import IGNORE
 
-# Tokens: `max_length_q` of packed batches is a multiple of it. It may not be below the multiple
-# that rows are filled up to (`model_loading.GPU_ROW_MULTIPLE`), the length of an empty row.
+# Tokens: `max_length_q` of packed batches is a multiple of it. What fills a row up counts as a
+# conversation, and the longest is all of an empty row: `model_loading.GPU_ROW_MULTIPLE` tokens. So
+# this may not be smaller than that.
 LENGTH_STEP = 128
 EPOCH_SEED_STRIDE = 1_000_003  # Two runs whose seeds differ by 1 differ by this in shuffling.
 

@@ -71,9 +71,9 @@ class SweepTrainer(Trainer):
     ) -> Tensor:
         """Forward and backward of an update.
 
-        What is differentiated is each micro-batch's summed loss by its divisor. What is returned,
-        for the log alone, is the undivided sum over this rank's targets: `_add_statistics` makes a
-        mean over targets of it.
+        What is differentiated is each micro-batch's summed loss, divided by its divisor. What is
+        returned, for the log alone, is the undivided sum over this rank's targets:
+        `_add_statistics` makes a mean over targets of it.
         """
         model.train()
         loss_sum = torch.zeros((), device=self.args.device)

@@ -36,7 +36,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model, with a row for each of the tokenizer's entries.
 
-    Its weights are in fp32, but beside adapters, where they are frozen, in their own precision.
+    Weights that are trained are in fp32. Under LoRA those of the base model are frozen and keep
+    their own precision.
     `model.config.dtype` is the base model's precision in both cases: the one it is saved in, so
     that it is scored as its base is.
 

@@ -33,7 +33,10 @@ To add another way to shard a run, beside DeepSpeed and FSDP:
 3. What the Trainer is told in `hf_arguments` (`Sharding`, `make_arguments`); who reads the weights
    in `model_loading`; when gradients are averaged, and how a checkpoint is written, in
    `hf_trainer`; how whole weights are gathered in `saving`.
-4. Its name in tests/slurm/test_train_ranks.py and test_nodes.py, which compare with one process.
+4. In smoothce.hf_patch.anatomy, what tells that weights are not whole while a model's loss is
+   verified: `waits_for_weights` for FSDP2, `partitioned_by` for FSDP2 and ZeRO-3.
+5. Its row in slurm/TRAINER.md, and its name in tests/slurm/test_train_ranks.py and test_nodes.py,
+   which compare with one process.
 
 All of it rests on every rank having conversations of its own (`global_batches`): where several
 ranks compute the same ones, as in tensor parallelism, a backend of its own is the way.
