@@ -80,7 +80,7 @@ def test_no_change_of_calibration_is_said(models):
 
 def test_one_run_and_several_tests_are_said(models):
     """One seed of five was told of a harm, or of an error, that the others do not show."""
-    assert found(models, "sharp", "sharp").sentences[-2] == diagnosis.CAVEAT
+    assert found(models, "sharp", "sharp").sentences[-3] == diagnosis.CAVEAT
     assert "another seed may differ" in diagnosis.CAVEAT
     assert "not corrected" in diagnosis.CAVEAT
 
@@ -237,7 +237,7 @@ def test_a_model_that_is_all_right_is_checked_without_a_temperature(tmp_path, ca
     assert (
         "In one half of these questions no temperature is best, since NLL falls on towards 0 "
         "(20 of 20 answers are right)"
-    ) in check.sentences[-2]
+    ) in check.sentences[-3]
     assert "What to do: One temperature is not shown to mend the choices" in check.sentences[-1]
     assert main(["check", path, path, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -251,7 +251,7 @@ def test_choices_that_are_all_alike_are_checked_without_a_temperature(tmp_path):
     path = write_lines(tmp_path / "flat.jsonl", rows)
     check = calibeval.check(path, path)
     assert check.temperatures is None
-    assert "any temperature fits, since all choices have the same" in check.sentences[-2]
+    assert "any temperature fits, since all choices have the same" in check.sentences[-3]
 
 
 def test_records_by_other_normalisers_are_refused(tmp_path):
