@@ -80,7 +80,7 @@ def test_no_change_of_calibration_is_said(models):
 
 def test_one_run_and_several_tests_are_said(models):
     """One seed of five was told of a harm, or of an error, that the others do not show."""
-    assert found(models, "sharp", "sharp").sentences[-3] == diagnosis.CAVEAT
+    assert found(models, "sharp", "sharp").sentences[-2] == diagnosis.CAVEAT
     assert "another seed may differ" in diagnosis.CAVEAT
     assert "not corrected" in diagnosis.CAVEAT
 
@@ -238,7 +238,9 @@ def test_a_model_that_is_all_right_is_checked_without_a_temperature(tmp_path, ca
         "In one half of these questions no temperature is best, since NLL falls on towards 0 "
         "(20 of 20 answers are right)"
     ) in check.sentences[-3]
-    assert "What to do: One temperature is not shown to mend the choices" in check.sentences[-1]
+    assert (
+        "Among the choices: one temperature is not shown to mend the error" in check.sentences[-1]
+    )
     assert main(["check", path, path, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     for key in ("temperatures", "cooled_ece", "cooled_floor", "mended"):
