@@ -257,15 +257,15 @@ class _Walk:
         smoothing_logit = self._smoothing_logit(chunk, logits)
         argmax = None
         if self.inputs.options.return_statistics:
-            top, argmax = logits.max(1)
+            largest_logit, argmax = logits.max(1)
         else:
-            top = logits.amax(1)
+            largest_logit = logits.amax(1)
         probabilities = torch.softmax(logits, 1, out=logits)
         # The largest probability is 1/V at least, so that its logarithm is accurate.
-        lse = top - probabilities.amax(1).log()
+        lse = largest_logit - probabilities.amax(1).log()
         if self.inputs.shard is not None:
             # All that this rank has may be forbidden, while other ranks have entries that are not.
-            nothing_here = top == -math.inf
+            nothing_here = largest_logit == -math.inf
             probabilities.masked_fill_(nothing_here[:, None], 0)
             lse.masked_fill_(nothing_here, -math.inf)
         sums = TokenLogitSums(lse=lse, label_logit=label_logit, smoothing_logit=smoothing_logit)
@@ -273,8 +273,10 @@ class _Walk:
             return sums, probabilities
         if self.inputs.shard is not None:
             argmax = argmax + self.inputs.shard.first_entry
-        expected = lse - torch.special.entr(probabilities).sum(1)
-        return sums._replace(expected=expected, top=top, argmax=argmax), probabilities
+        expected_logit = lse - torch.special.entr(probabilities).sum(1)
+        return sums._replace(
+            expected_logit=expected_logit, largest_logit=largest_logit, argmax=argmax
+        ), probabilities
 
     def _smoothing_logit(self, chunk: _Chunk, logits: Tensor) -> Tensor:  # (n,)
         """Σ_v u_v z_v over this rank's entries; 0 where it counts for nothing."""
@@ -299,8 +301,8 @@ class _Walk:
         output.lse[tokens] = sums.lse
         if output.log_probability is not None:
             output.log_probability[tokens] = sums.label_logit - sums.lse
-        if output.entropy is not None and sums.expected is not None:
-            output.entropy[tokens] = sums.lse - sums.expected
+        if output.entropy is not None and sums.expected_logit is not None:
+            output.entropy[tokens] = sums.lse - sums.expected_logit
         if output.argmax is not None and sums.argmax is not None:
             output.argmax[tokens] = sums.argmax
 
@@ -359,8 +361,8 @@ class _Walk:
         rows.scatter_add_(1, chunk.label_rows, at_label)
         if self.smoothing != 0 and self.linear_smoothing is None:
             if self.smoothing_target is None:
-                uniform_smoothing = self.smoothing * (1 / self.inputs.vocabulary)
-                rows.sub_(row_factor * uniform_smoothing)
+                smoothing_of_entry = self.smoothing * (1 / self.inputs.vocabulary)
+                rows.sub_(row_factor * smoothing_of_entry)
             else:
                 rows.sub_(row_factor * (self.smoothing * self.smoothing_target))
         if cap_slope is not None:

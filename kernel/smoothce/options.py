@@ -40,7 +40,8 @@ class Options:
           chunked                   `_write_output` (the loss), `_gradient_rows`
           triton.forward            `losses_kernel` (the loss)
           triton.tokens             `Coefficients`, `coefficients_kernel`
-          triton.filtered           `upstream_gradient`, which takes the lift out of them
+          triton.filtered           `upstream_gradient`, which divides one by the other: their
+                                    quotient 1 + 2ζ lse_i is called the lift
           triton.filter_kernels     `tile_gradients` (of listed pairs), `block_sums_kernel` and
                                     `filtered_hidden_kernel` (of dropped ones)
 
@@ -54,7 +55,7 @@ class Options:
           reference                 `_smoothing_logit`
           chunked                   `_smoothing_logit`, `_LinearSmoothing`, `_gradient_rows`
           triton.forward            `block_smoothing_logit`, `run_forward`
-          triton.tokens             `smoothing_factor`, `uniform_smoothing`
+          triton.tokens             `smoothing_factor`
           triton.dproduct           `store_dproduct`, `finish_hidden_kernel`
           triton.grad_in_forward    `SmoothingRows`, `weigh_kernel`
           triton.filter_kernels     `tile_gradients`, `share_item`, `filtered_hidden_kernel`

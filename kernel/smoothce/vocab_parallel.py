@@ -116,8 +116,8 @@ class TokenLogitSums(NamedTuple):
     label_logit: Tensor  # 0 where the label is another rank's entry
     smoothing_logit: Tensor  # Σ_v u_v z_v, the mean logit under the smoothing target
     # The rest is there where statistics are asked for.
-    expected: Tensor | None = None  # Σ_v p_v z_v, the mean logit under the softmax
-    top: Tensor | None = None  # the largest logit ...
+    expected_logit: Tensor | None = None  # Σ_v p_v z_v, the mean logit under the softmax
+    largest_logit: Tensor | None = None  # the largest logit ...
     argmax: Tensor | None = None  # ... and its entry in the whole vocabulary, int64
 
 
@@ -125,27 +125,29 @@ def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:
     """The sums over the whole vocabulary, from this rank's and the others'."""
     if shard is None:
         return mine
-    if mine.expected is None or mine.top is None or mine.argmax is None:
+    if mine.expected_logit is None or mine.largest_logit is None or mine.argmax is None:
         columns = torch.stack([mine.lse, mine.label_logit, mine.smoothing_logit])
         lse, label_logit, smoothing_logit = all_gather_stacked(columns, shard).unbind(1)
         return TokenLogitSums(lse.logsumexp(0), label_logit.sum(0), smoothing_logit.sum(0))
 
     columns = torch.stack(
-        [mine.lse, mine.label_logit, mine.smoothing_logit, mine.expected, mine.top]
+        [mine.lse, mine.label_logit, mine.smoothing_logit, mine.expected_logit, mine.largest_logit]
     )
-    lse, label_logit, smoothing_logit, expected, top = all_gather_stacked(columns, shard).unbind(1)
+    lse, label_logit, smoothing_logit, expected_logit, largest_logit = all_gather_stacked(
+        columns, shard
+    ).unbind(1)
     argmax = all_gather_stacked(mine.argmax, shard)
     whole_lse = lse.logsumexp(0)
     probability = (lse - whole_lse).exp()  # of a rank's part of the vocabulary
     # A part of probability 0 may have an expected logit of −∞, which adds nothing.
-    terms = torch.where(probability > 0, probability * expected, 0)
-    best_rank = top.argmax(0, keepdim=True)
+    terms = torch.where(probability > 0, probability * expected_logit, 0)
+    best_rank = largest_logit.argmax(0, keepdim=True)
     return TokenLogitSums(
         lse=whole_lse,
         label_logit=label_logit.sum(0),
         smoothing_logit=smoothing_logit.sum(0),
-        expected=terms.sum(0),
-        top=top.amax(0),
+        expected_logit=terms.sum(0),
+        largest_logit=largest_logit.amax(0),
         argmax=argmax.gather(0, best_rank)[0],
     )
 

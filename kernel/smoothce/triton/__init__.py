@@ -10,15 +10,19 @@
 All share the walk over the vocabulary (`forward`), the packing of valid tokens (`tokens`) and the
 tile shapes (`tiles`).
 
-E are the hidden states, C is the classifier, dE and dC are their gradients. `tokens.Coefficients`
-defines S, `grad_in_forward` p̃ and û, and `filtered` R, m, W and H. Pieces of the N tokens and V
-entries are
+E are the hidden states, C is the classifier, dE and dC are their gradients, here and in every
+docstring of this package. `tokens.Coefficients` defines S (`dproduct` in code) and the coefficients
+a and b, `tokens` û and κ, `grad_in_forward` p̃ and ê, and `filtered` R, m, W and H. Pieces of the N
+tokens and V entries are
 
     tile         tokens by entries that a program works on at a time; a token tile is its tokens
     block        of the vocabulary: the entries of a tile; what the filter computes or leaves out
     group        of the forward: token tiles whose hidden states stay in the cache together
     part         of the tokens in `grad_in_forward`: those whose probabilities the workspace holds
-    super-block  of the tokens in the other two ways: those that are packed and worked on together
+    super-block  of the tokens in the other two ways: those that are packed and worked on together.
+                 `recompute_backward` cuts the caller's tokens, and in each super-block puts valid
+                 ones first. `filtered` puts all valid tokens first and then cuts, so that its last
+                 super-blocks may have none
     chunk        of the vocabulary: entries whose S is in memory at a time (`recompute_backward`);
                  in smoothce.chunked: tokens whose logits are in memory at a time
     slice        of D: the columns of a gradient's tile (`filter_kernels`)

@@ -31,34 +31,34 @@ def store_dproduct(
     entries, rows, columns,  # its entries of the vocabulary, its tokens, its columns in dproduct
     labels, softmax_coefficients, label_coefficients, smoothing_target,
     dproduct, stride,  # written
-    n_rows, V, uniform_smoothing, smoothing, scale, softcap,
+    n_rows, V, smoothing_factor, smoothing, scale, softcap,
 ):  # fmt: skip
-    """Store S of a tile; it is 0 for masked tokens, whose coefficients are 0.
-
-    `smoothing` is β, and `uniform_smoothing` is β u_v where u is uniform."""
+    """Store S of a tile; it is 0 for masked tokens, whose coefficients are 0."""
     known = rows < n_rows
     label = tl.load(labels + rows, mask=known, other=-1)
     label_coefficient = tl.load(label_coefficients + rows, mask=known, other=0.0)[:, None]
-    s = probabilities * tl.load(softmax_coefficients + rows, mask=known, other=0.0)[:, None]
+    softmax_coefficient = tl.load(softmax_coefficients + rows, mask=known, other=0.0)[:, None]
+    gradient = probabilities * softmax_coefficient
     if smoothing_target is not None:
-        u = tl.load(smoothing_target + entries, mask=entries < V, other=0.0)
-        s -= label_coefficient * (smoothing * u)[None, :]
-    else:
-        s -= label_coefficient * uniform_smoothing
-    s = tl.where(label[:, None] == entries[None, :], s - label_coefficient * (1.0 - smoothing), s)
-    s *= scale if softcap is None else slope(logits, scale, softcap)
+        u_hat = tl.load(smoothing_target + entries, mask=entries < V, other=0.0)
+        gradient -= label_coefficient * (smoothing_factor * u_hat)[None, :]
+    else:  # û is 1
+        gradient -= label_coefficient * smoothing_factor
+    is_label = label[:, None] == entries[None, :]
+    gradient = tl.where(is_label, gradient - label_coefficient * (1.0 - smoothing), gradient)
+    gradient *= scale if softcap is None else slope(logits, scale, softcap)
     # Entries past the chunk are never read.
     pointers = dproduct + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    tl.store(pointers, s.to(dproduct.dtype.element_ty), mask=known[:, None])
+    tl.store(pointers, gradient.to(dproduct.dtype.element_ty), mask=known[:, None])
 
 
 @triton.jit(do_not_specialize=["n_rows", "chunk"])
 def recompute_kernel(
     hidden, weight, bias, smoothing_target,  # (n_rows, D) packed, (V, D), (V,) or None twice
-    labels, lses2, softmax_coefficients, label_coefficients,  # (n_rows,) each
+    labels, lses_base2, softmax_coefficients, label_coefficients,  # (n_rows,) each
     dproduct,  # written: S of entries [first_entry, first_entry + chunk)
     n_rows, V, first_entry, chunk, stride,
-    uniform_smoothing, smoothing, scale, softcap, D: tl.constexpr,
+    smoothing_factor, smoothing, scale, softcap, D: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     TMA: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -78,22 +78,23 @@ def recompute_kernel(
         entries = entry + tl.arange(0, WIDTH)
         logits = base2_logits(product, bias, entries, V, scale, softcap)
         rows = row + tl.arange(0, ROWS)
-        lse2 = tl.load(lses2 + rows, mask=rows < n_rows, other=float("inf"))
-        probabilities = tl.exp2(logits - lse2[:, None])
+        lse_base2 = tl.load(lses_base2 + rows, mask=rows < n_rows, other=float("inf"))
+        probabilities = tl.exp2(logits - lse_base2[:, None])
         store_dproduct(
             probabilities, logits, entries, rows, column + tl.arange(0, WIDTH),
             labels, softmax_coefficients, label_coefficients, smoothing_target,
-            dproduct, stride, n_rows, V, uniform_smoothing, smoothing, scale, softcap,
+            dproduct, stride, n_rows, V, smoothing_factor, smoothing, scale, softcap,
         )  # fmt: skip
 
 
 @triton.jit
 def convert_kernel(
     memory,  # (n_rows, stride): saved probabilities, which become S
-    tile_offsets2, labels, lses2, softmax_coefficients, label_coefficients, smoothing_target,
+    tile_offsets_base2, labels, lses_base2,
+    softmax_coefficients, label_coefficients, smoothing_target,
     valid_count,
     n_rows, V, padded, stride,
-    uniform_smoothing, smoothing, scale, softcap, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    smoothing_factor, smoothing, scale, softcap, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """S from saved probabilities, in the same memory."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -101,13 +102,16 @@ def convert_kernel(
     valid = rows < tl.minimum(n_rows, tl.load(valid_count))  # the other tokens have none
     pointers = memory + rows.to(tl.int64)[:, None] * stride + entries[None, :]
     probabilities = tl.load(pointers, mask=valid[:, None], other=0.0).to(tl.float32)
-    offset2 = tl.load(tile_offsets2 + tl.program_id(0) * padded + rows, mask=valid, other=0.0)
-    logits = tl.log2(tl.maximum(probabilities, LEAST_PROBABILITY)) + offset2[:, None]
-    probabilities *= tl.exp2(offset2 - tl.load(lses2 + rows, mask=valid, other=0.0))[:, None]
+    offset_base2 = tl.load(
+        tile_offsets_base2 + tl.program_id(0) * padded + rows, mask=valid, other=0.0
+    )
+    logits = tl.log2(tl.maximum(probabilities, LEAST_PROBABILITY)) + offset_base2[:, None]
+    lse_base2 = tl.load(lses_base2 + rows, mask=valid, other=0.0)
+    probabilities *= tl.exp2(offset_base2 - lse_base2)[:, None]
     store_dproduct(
         probabilities, logits, entries, rows, entries,
         labels, softmax_coefficients, label_coefficients, smoothing_target,
-        memory, stride, n_rows, V, uniform_smoothing, smoothing, scale, softcap,
+        memory, stride, n_rows, V, smoothing_factor, smoothing, scale, softcap,
     )  # fmt: skip
 
 
@@ -125,18 +129,18 @@ def convert_to_dproduct(
     rows = max(call.tiles.rows // CONVERT_PROGRAMS, 1)
     convert_kernel[(call.blocks, cdiv(n, rows))](
         memory=saved.probabilities,
-        tile_offsets2=saved.tile_offsets2,
+        tile_offsets_base2=saved.tile_offsets_base2,
         labels=tokens.labels,
-        lses2=tokens.lse2,
+        lses_base2=tokens.lse_base2,
         softmax_coefficients=coefficients.softmax,
         label_coefficients=coefficients.label,
         smoothing_target=inputs.smoothing_target,
         valid_count=tokens.valid_count,
         n_rows=n,
         V=len(inputs.weight),
-        padded=len(tokens.lse2),
+        padded=len(tokens.lse_base2),
         stride=saved.probabilities.stride(0),
-        uniform_smoothing=call.uniform_smoothing,
+        smoothing_factor=call.smoothing_factor,
         smoothing=inputs.options.label_smoothing,
         scale=inputs.logit_scale,
         softcap=inputs.options.softcap,
@@ -163,7 +167,7 @@ def recompute_dproduct(
         bias=inputs.bias,
         smoothing_target=inputs.smoothing_target,
         labels=tokens.labels,
-        lses2=tokens.lse2,
+        lses_base2=tokens.lse_base2,
         softmax_coefficients=coefficients.softmax,
         label_coefficients=coefficients.label,
         dproduct=out,
@@ -172,7 +176,7 @@ def recompute_dproduct(
         first_entry=start,
         chunk=stop - start,
         stride=out.stride(0),
-        uniform_smoothing=call.uniform_smoothing,
+        smoothing_factor=call.smoothing_factor,
         smoothing=inputs.options.label_smoothing,
         scale=inputs.logit_scale,
         softcap=inputs.options.softcap,
@@ -220,7 +224,7 @@ def spread_hidden_kernel(
 def finish_hidden_kernel(
     sums,  # (·, D) fp32 Σ_v p̃_iv C_v, of packed tokens
     order, valid_count,
-    labels, lses2, offsets2, softmax_coefficients, label_coefficients,  # of packed tokens
+    labels, lses_base2, offsets_base2, softmax_coefficients, label_coefficients,  # of packed tokens
     weight,  # (V, D)
     mean_weight,  # (D,) β Σ_v u_v C_v; None without smoothing
     out,  # (n, D) in the caller's order, written; 0 where a token is masked
@@ -233,7 +237,7 @@ def finish_hidden_kernel(
     out_row = tl.load(order + place).to(tl.int64)
     valid_columns = tl.where(place < tl.load(valid_count), D, 0)
     factor = tl.load(softmax_coefficients + place)
-    factor = factor * tl.exp2(tl.load(offsets2 + place) - tl.load(lses2 + place)) * scale
+    factor = factor * tl.exp2(tl.load(offsets_base2 + place) - tl.load(lses_base2 + place)) * scale
     label_coefficient = tl.load(label_coefficients + place) * scale
     label = tl.load(labels + place).to(tl.int64)
     label_columns = tl.where(label >= 0, valid_columns, 0)
@@ -288,8 +292,8 @@ def write_hidden_from_probabilities(
         order=tokens.order,
         valid_count=tokens.valid_count,
         labels=tokens.labels,
-        lses2=tokens.lse2,
-        offsets2=tokens.offset2,
+        lses_base2=tokens.lse_base2,
+        offsets_base2=tokens.offset_base2,
         softmax_coefficients=coefficients.softmax,
         label_coefficients=coefficients.label,
         weight=inputs.weight,

@@ -2,16 +2,22 @@
 """The kernels of the filtered backward, which `filtered` launches.
 
 `queue_kernel` works on the pairs that `filter_plan` lists. `block_sums_kernel` and
-`filtered_hidden_kernel` add what the low-rank model puts in place of the others. The mathematics is
-in kernel/DERIVATION.md ("The filter", "The filter's backward"), and the names here are the symbols
-of `filtered`: R, P, q, W and H, a block j, a token i, a vocabulary entry v. The upstream gradient
-g_i comes in two factors, `common_factor` and ĝ_i = g_i / common_factor, the latter in `relative`;
-`lift` is 1 + 2ζ lse_i. Here R has ĝ_i in it. The common factor is that of whole sums over tokens or
-entries, which are multiplied by it at their end.
+`filtered_hidden_kernel` add the low-rank model: all that there is of a dropped pair, and of a drawn
+one what its weight takes away. The mathematics is in kernel/DERIVATION.md ("The filter", "The
+filter's backward"). With a token i, a block j and a vocabulary entry v, the symbols of `filtered`
+are called
 
-Without a softcap R has no smoothing term, which is the same for all tokens: H and the uniform row
-below stand for it. They have û, which is u, or 1 for every entry where u is uniform;
-`smoothing_factor` is κ, with κ û_v = β u_v.
+    R_iv           `gradients`, those of a tile's rows
+    m_ij           `coefficient`: 0 for a kept pair, (1 − w) P for a drawn one, P for a dropped one
+    W_j, H_j       `profile_products`, `smoothing_products`
+    q f, û f       `mean_rows`, from the logits of the mean hidden state, whose slope f is
+    g_i            `common_factor` times ĝ_i, which is `relative_upstream`
+    1 + 2ζ lse_i   `lift`
+    κ              `smoothing_factor`; `tokens` defines it and û, with κ û_v = β u_v
+
+Here R has ĝ_i in it. The common factor is that of whole sums over tokens or entries, which are
+multiplied by it at their end. Without a softcap R has no smoothing term, which is the same for all
+tokens: H and the smoothing row below stand for it.
 
 The queue has two kinds of items. A *tile* is up to ROWS listed tokens of one block: it makes their
 R, leaves it in a ring, and adds R C to dE. A *share* of a block's dC is Rᵀ E over all tiles of the
@@ -21,8 +27,8 @@ bounded.
 
 Each block's tiles have two rows after the listed tokens. Both belong to the mean hidden state; f_v
 is the slope of its logits. The *profile's row* holds q_v f_v, where q is its softmax within the
-block. The *uniform row* holds û_v f_v, what the smoothing term of every token points to. So q, W
-and H need no pass of their own over the classifier.
+block. The *smoothing row* holds û_v f_v, what the smoothing term of every token points to, whether
+u is uniform or not. So q, W and H need no pass of their own over the classifier.
 
 (Kernels take no Python types, so mypy lets functions without annotations pass in this file.)
 """
@@ -67,34 +73,37 @@ def gathered_product(
 ):  # fmt: skip
     """Gathered rows of E times C[entry : entry + WIDTH]ᵀ, (ROWS, WIDTH) in fp32."""
     column = tl.arange(0, DEPTH)
-    p_e = hidden + row_start[:, None] + column[None, :]
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    for d in range(0, D, DEPTH):
+    state_pointers = hidden + row_start[:, None] + column[None, :]
+    sums = tl.zeros((ROWS, WIDTH), tl.float32)
+    for first_column in range(0, D, DEPTH):
         if D % DEPTH == 0:
-            e = tl.load(p_e + d)
+            states = tl.load(state_pointers + first_column)
         else:
-            e = tl.load(p_e + d, mask=(d + column < D)[None, :], other=0.0)
-        c = load_tile(weight, entry, d, V, D, WIDTH, DEPTH, TMA)
-        acc = tl.dot(e, tl.trans(c), acc, input_precision=PRECISION)
-    return acc
+            states = tl.load(
+                state_pointers + first_column, mask=(first_column + column < D)[None, :], other=0.0
+            )
+        weight_tile = load_tile(weight, entry, first_column, V, D, WIDTH, DEPTH, TMA)
+        sums = tl.dot(states, tl.trans(weight_tile), sums, input_precision=PRECISION)
+    return sums
 
 
 @triton.jit
-def lse_within_block(x):
+def lse_within_block(logits_base2):
     """The base-2 log-sum-exp of each row of base-2 logits; +inf, so that the softmax is 0, where a
     bias of -inf closes the block."""
-    top = tl.max(x, 1)
-    base = tl.where(top == -float("inf"), 0.0, top)
-    lse = base + tl.log2(tl.sum(tl.exp2(x - base[:, None]), 1))
-    return tl.where(top == -float("inf"), float("inf"), lse)
+    largest = tl.max(logits_base2, 1)
+    base = tl.where(largest == -float("inf"), 0.0, largest)
+    lse = base + tl.log2(tl.sum(tl.exp2(logits_base2 - base[:, None]), 1))
+    return tl.where(largest == -float("inf"), float("inf"), lse)
 
 
 @triton.jit
 def tile_gradients(
-    logits2, softmax_lse2,  # (ROWS, WIDTH), (ROWS,) the log-sum-exp their softmax is relative to
-    block, row, token, is_token, n_listed, v,
+    logits_base2,  # (ROWS, WIDTH)
+    softmax_lse_base2,  # (ROWS,) the log-sum-exp that each row's softmax is relative to
+    block, row, token, is_token, n_listed, entries,
     coefficient, padded, V,
-    labels, smoothing_target, relative, lift,
+    labels, smoothing_target, relative_upstream, lift,
     smoothing_factor, smoothing, scale, softcap,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
@@ -102,77 +111,80 @@ def tile_gradients(
 
     row < n_listed         a listed token: its R
     row = n_listed         the profile: q_v f_v
-    row = n_listed + 1     the uniform row: û_v f_v
+    row = n_listed + 1     the smoothing row: û_v f_v
     rows past these        0
 
-    The profile's and the uniform row have no label, m = 0 and factors of 1 until they are set.
+    The profile's and the smoothing row have no label, m = 0 and factors of 1 until they are set.
     """
-    y = tl.load(labels + token, mask=is_token, other=-1)
-    p = tl.exp2(logits2 - softmax_lse2[:, None])
+    label = tl.load(labels + token, mask=is_token, other=-1)
+    probabilities = tl.exp2(logits_base2 - softmax_lse_base2[:, None])
     # The draw's weight w solves m = (1 − w) P with the P of this very row, so that w P and the
     # low-rank part make up P exactly. It is 1 for a kept pair, which has m = 0.
-    p_coefficient = coefficient + block.to(tl.int64) * padded + token
-    m = tl.load(p_coefficient, mask=is_token, other=0.0).to(tl.float32)
-    draw_weight = 1.0 - m / tl.maximum(tl.sum(p, 1), 1e-30)
-    r = p * draw_weight[:, None]
+    coefficient_pointers = coefficient + block.to(tl.int64) * padded + token
+    pair_coefficient = tl.load(coefficient_pointers, mask=is_token, other=0.0).to(tl.float32)
+    draw_weight = 1.0 - pair_coefficient / tl.maximum(tl.sum(probabilities, 1), 1e-30)
+    gradients = probabilities * draw_weight[:, None]
     if lift is not None:
-        r *= tl.load(lift + token, mask=is_token, other=1.0)[:, None]
+        gradients *= tl.load(lift + token, mask=is_token, other=1.0)[:, None]
     if smoothing_target is None:
         u_hat = 1.0
     else:
-        u_hat = tl.load(smoothing_target + v, mask=v < V, other=0.0)[None, :]
-    r = tl.where(y[:, None] == v[None, :], r - (1.0 - smoothing), r)
-    f = slope(logits2, scale, softcap)
+        u_hat = tl.load(smoothing_target + entries, mask=entries < V, other=0.0)[None, :]
+    gradients = tl.where(
+        label[:, None] == entries[None, :], gradients - (1.0 - smoothing), gradients
+    )
+    slopes = slope(logits_base2, scale, softcap)
     if softcap is not None:
-        # The uniform term is then not the same for all tokens: listed pairs carry their own.
-        r = tl.where(is_token[:, None], r - smoothing_factor * u_hat, r)
-    is_uniform = row == n_listed + 1
-    r = tl.where(is_uniform[:, None], u_hat, r) * f
-    if relative is not None:
-        r *= tl.load(relative + token, mask=is_token, other=1.0)[:, None]
-    r = tl.where((row < n_listed + 2)[:, None], r, 0.0)
+        # The smoothing term is then not the same for all tokens: listed pairs carry their own.
+        gradients = tl.where(is_token[:, None], gradients - smoothing_factor * u_hat, gradients)
+    is_smoothing_row = row == n_listed + 1
+    gradients = tl.where(is_smoothing_row[:, None], u_hat, gradients) * slopes
+    if relative_upstream is not None:
+        gradients *= tl.load(relative_upstream + token, mask=is_token, other=1.0)[:, None]
+    gradients = tl.where((row < n_listed + 2)[:, None], gradients, 0.0)
     if RAGGED:
-        r = tl.where((v < V)[None, :], r, 0.0)
-    return r
+        gradients = tl.where((entries < V)[None, :], gradients, 0.0)
+    return gradients
 
 
 @triton.jit
-def store_profiles(profile, r, row, index, n_listed, v, V, ROWS: tl.constexpr):
+def store_mean_rows(mean_rows, gradients, row, index, n_listed, entries, V, ROWS: tl.constexpr):
     """Write q f and û f, if their rows are among those of the block's tile `index`."""
     if (index * ROWS <= n_listed) & (n_listed < (index + 1) * ROWS):
-        q_f = tl.sum(tl.where((row == n_listed)[:, None], r, 0.0), 0)
-        tl.store(profile + v, q_f, mask=v < V)
+        profile_row = tl.sum(tl.where((row == n_listed)[:, None], gradients, 0.0), 0)
+        tl.store(mean_rows + entries, profile_row, mask=entries < V)
     if (index * ROWS <= n_listed + 1) & (n_listed + 1 < (index + 1) * ROWS):
-        u_hat_f = tl.sum(tl.where((row == n_listed + 1)[:, None], r, 0.0), 0)
-        tl.store(profile + V + v, u_hat_f, mask=v < V)
+        smoothing_row = tl.sum(tl.where((row == n_listed + 1)[:, None], gradients, 0.0), 0)
+        tl.store(mean_rows + V + entries, smoothing_row, mask=entries < V)
 
 
 @triton.jit
 def add_to_hidden_sums(
-    acc, r, acc_row, is_used,  # (ROWS,) the row of `acc` that each row of R adds to, and whether
+    d_hidden_sums, gradients,  # (·, D), (ROWS, WIDTH)
+    sum_row, is_used,  # (ROWS,) which row of `d_hidden_sums` each row of R adds to, and whether
     weight, entry, V,
     D: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add R · C[entry : entry + WIDTH] to rows of `acc`, with atomics."""
+    """Add R · C[entry : entry + WIDTH] to rows of `d_hidden_sums`, with atomics."""
     column = tl.arange(0, SLICE)
-    p_acc = acc + acc_row.to(tl.int64)[:, None] * D + column[None, :]
-    for d in tl.range(0, D, SLICE, num_stages=STAGES):
-        c = load_tile(weight, entry, d, V, D, WIDTH, SLICE, TMA)
-        products = tl.dot(r, c, input_precision=PRECISION)
-        inside = is_used[:, None] & (d + column < D)[None, :]
-        tl.atomic_add(p_acc + d, products, mask=inside, sem="relaxed")
+    sum_pointers = d_hidden_sums + sum_row.to(tl.int64)[:, None] * D + column[None, :]
+    for first_column in tl.range(0, D, SLICE, num_stages=STAGES):
+        weight_tile = load_tile(weight, entry, first_column, V, D, WIDTH, SLICE, TMA)
+        products = tl.dot(gradients, weight_tile, input_precision=PRECISION)
+        inside = is_used[:, None] & (first_column + column < D)[None, :]
+        tl.atomic_add(sum_pointers + first_column, products, mask=inside, sem="relaxed")
 
 
 @triton.jit
 def tile_item(
-    block, index, n_listed, begin, v,
+    block, index, n_listed, begin, entries,
     tile_owner, n_shares, tiles_done, shares_done,
     hidden, weight, weight_slices,
-    bias, smoothing_target, order, labels, lse2,
-    relative, lift,
+    bias, smoothing_target, order, labels, lse_base2,
+    relative_upstream, lift,
     coefficient, listed_tokens,
-    ring, ring_source, profile, acc, d_weight,
+    ring, ring_source, mean_rows, d_hidden_sums, d_weight,
     mean_start, padded, blocks, V, smoothing_factor, smoothing, scale, softcap,
     ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
@@ -181,7 +193,7 @@ def tile_item(
 ):  # fmt: skip
     """The block's tile number `index`: make R, leave it in the ring for dC, and add R C to dE.
 
-    Its `row`s count the block's rows: listed tokens, the profile's row, the uniform row."""
+    Its `row`s count the block's rows: listed tokens, the profile's row, the smoothing row."""
     tile = begin + index
     if d_weight is not None:
         wait_for_ring_slot(tile, tile_owner, n_shares, shares_done, RING)
@@ -190,8 +202,8 @@ def tile_item(
     # `mean_start` numbers away from `hidden`.
     row = index * ROWS + tl.arange(0, ROWS)
     is_token = row < n_listed
-    p_listed = listed_tokens + block.to(tl.int64) * padded + row
-    token = tl.load(p_listed, mask=is_token, other=0).to(tl.int32)
+    listed_pointers = listed_tokens + block.to(tl.int64) * padded + row
+    token = tl.load(listed_pointers, mask=is_token, other=0).to(tl.int32)
     source = tl.load(order + token, mask=is_token, other=0)
     row_start = tl.where(is_token, source.to(tl.int64) * D, mean_start)
     if ALIGNED:
@@ -199,39 +211,40 @@ def tile_item(
     product = gathered_product(
         hidden, row_start, weight, block * WIDTH, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
     )
-    logits2 = base2_logits(product, bias, v, V, scale, softcap)
+    logits_base2 = base2_logits(product, bias, entries, V, scale, softcap)
     if RAGGED:
-        logits2 = tl.where((v < V)[None, :], logits2, -float("inf"))
+        logits_base2 = tl.where((entries < V)[None, :], logits_base2, -float("inf"))
 
     # A token's softmax goes over the whole vocabulary, the profile's over this block.
-    softmax_lse2 = tl.load(lse2 + token, mask=is_token, other=0.0)
+    softmax_lse_base2 = tl.load(lse_base2 + token, mask=is_token, other=0.0)
     has_other_rows = (index + 1) * ROWS > n_listed
     if has_other_rows:
-        softmax_lse2 = tl.where(is_token, softmax_lse2, lse_within_block(logits2))
-    r = tile_gradients(
-        logits2, softmax_lse2,
-        block, row, token, is_token, n_listed, v,
+        softmax_lse_base2 = tl.where(is_token, softmax_lse_base2, lse_within_block(logits_base2))
+    gradients = tile_gradients(
+        logits_base2, softmax_lse_base2,
+        block, row, token, is_token, n_listed, entries,
         coefficient, padded, V,
-        labels, smoothing_target, relative, lift,
+        labels, smoothing_target, relative_upstream, lift,
         smoothing_factor, smoothing, scale, softcap, RAGGED,
     )  # fmt: skip
     if has_other_rows:
-        store_profiles(profile, r, row, index, n_listed, v, V, ROWS)
+        store_mean_rows(mean_rows, gradients, row, index, n_listed, entries, V, ROWS)
 
-    r = r.to(hidden.dtype.element_ty)
+    gradients = gradients.to(hidden.dtype.element_ty)
     if d_weight is not None:
         slot_row = (tile % RING) * ROWS + tl.arange(0, ROWS)
         tl.store(ring_source + slot_row, source)
-        tl.store(ring + slot_row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], r)
+        tl.store(ring + slot_row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], gradients)
     signal(tiles_done + block)
 
-    if acc is not None:
-        is_uniform = row == n_listed + 1
-        # Without a softcap every block adds to the same uniform direction.
-        uniform_row = padded + blocks + block if softcap is not None else padded + blocks
-        acc_row = tl.where(is_token, token, tl.where(is_uniform, uniform_row, padded + block))
+    if d_hidden_sums is not None:
+        is_smoothing_row = row == n_listed + 1
+        # Without a softcap every block adds to the same row, which is then the total of H.
+        h_row = padded + blocks + block if softcap is not None else padded + blocks
+        w_row = padded + block
+        sum_row = tl.where(is_token, token, tl.where(is_smoothing_row, h_row, w_row))
         add_to_hidden_sums(
-            acc, r, acc_row, row < n_listed + 2,
+            d_hidden_sums, gradients, sum_row, row < n_listed + 2,
             weight_slices, block * WIDTH, V, D, WIDTH, SLICE, HIDDEN_STAGES, TMA, PRECISION,
         )  # fmt: skip
 
@@ -250,13 +263,13 @@ def listed_weight_sums(
     source = tl.load(ring_source + (begin % RING) * ROWS + step, mask=step < n_listed, other=0)
     for row in range(0, n_listed, STEP):
         slot_row = ((begin + row // ROWS) % RING) * ROWS + row % ROWS + step
-        r = tl.load(ring + slot_row[:, None] * WIDTH + entry[None, :])
+        gradients = tl.load(ring + slot_row[:, None] * WIDTH + entry[None, :])
         inside = (row + step < n_listed)[:, None]
         if D % SLICE != 0:
             inside = inside & (column < D)[None, :]
-        p_e = hidden + source.to(tl.int64)[:, None] * D + column[None, :]
-        e = tl.load(p_e, mask=inside, other=0.0)
-        sums = tl.dot(tl.trans(r), e, sums, input_precision=PRECISION)
+        state_pointers = hidden + source.to(tl.int64)[:, None] * D + column[None, :]
+        states = tl.load(state_pointers, mask=inside, other=0.0)
+        sums = tl.dot(tl.trans(gradients), states, sums, input_precision=PRECISION)
         next_row = row + STEP
         slot_row = ((begin + next_row // ROWS) % RING) * ROWS + next_row % ROWS + step
         source = tl.load(ring_source + slot_row, mask=next_row + step < n_listed, other=0)
@@ -265,10 +278,10 @@ def listed_weight_sums(
 
 @triton.jit
 def share_item(
-    block, index, n_listed, begin, v,
+    block, index, n_listed, begin, entries,
     n_shares, tiles_done, shares_done,
     hidden, common_factor, hidden_sum,
-    ring, ring_source, profile, profile_sums, uniform_sums, d_weight,
+    ring, ring_source, mean_rows, profile_sums, smoothing_sums, d_weight,
     V, smoothing_factor, softcap,
     ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
@@ -278,8 +291,9 @@ def share_item(
     shares = tl.load(n_shares + block)
     wait_for(tiles_done + block, (n_listed + 2 + ROWS - 1) // ROWS)
     step = tl.arange(0, STEP)
-    q_f = tl.load(profile + v, mask=v < V, other=0.0)
-    beta_u_f = tl.load(profile + V + v, mask=v < V, other=0.0) * smoothing_factor
+    profile_row = tl.load(mean_rows + entries, mask=entries < V, other=0.0)
+    smoothing_row = tl.load(mean_rows + V + entries, mask=entries < V, other=0.0)
+    smoothing_row = smoothing_row * smoothing_factor
     factor = tl.load(common_factor)
     slices: tl.constexpr = (D + SLICE - 1) // SLICE
     for i in range(index * slices // shares, (index + 1) * slices // shares):
@@ -293,18 +307,20 @@ def share_item(
             profile_sums + block.to(tl.int64) * D + column, mask=inside, other=0.0
         )
         if softcap is not None:
-            uniform_sum = tl.load(
-                uniform_sums + block.to(tl.int64) * D + column, mask=inside, other=0.0
+            smoothing_sum = tl.load(
+                smoothing_sums + block.to(tl.int64) * D + column, mask=inside, other=0.0
             )
         else:
-            uniform_sum = tl.load(hidden_sum + column, mask=inside, other=0.0)
-        sums = sums + q_f[:, None] * profile_sum[None, :] - beta_u_f[:, None] * uniform_sum[None, :]
+            smoothing_sum = tl.load(hidden_sum + column, mask=inside, other=0.0)
+        profile_term = profile_row[:, None] * profile_sum[None, :]
+        smoothing_term = smoothing_row[:, None] * smoothing_sum[None, :]
+        sums = sums + profile_term - smoothing_term
         sums = sums * factor
-        p_weight = d_weight + v.to(tl.int64)[:, None] * D + column[None, :]
-        is_entry = (v < V)[:, None] & inside[None, :]
+        weight_pointers = d_weight + entries.to(tl.int64)[:, None] * D + column[None, :]
+        is_entry = (entries < V)[:, None] & inside[None, :]
         if ACCUMULATE:
-            sums += tl.load(p_weight, mask=is_entry, other=0.0).to(tl.float32)
-        tl.store(p_weight, sums.to(d_weight.dtype.element_ty), mask=is_entry)
+            sums += tl.load(weight_pointers, mask=is_entry, other=0.0).to(tl.float32)
+        tl.store(weight_pointers, sums.to(d_weight.dtype.element_ty), mask=is_entry)
     signal(shares_done + block)
 
 
@@ -315,14 +331,15 @@ def queue_kernel(
     hidden,  # (N, D)
     weight, weight_slices,  # (V, D), in tiles of WIDTH × DEPTH and of WIDTH × SLICE
     bias, smoothing_target,  # (V,) or None each
-    order, labels, lse2,  # of the super-block's `PackedTokens`
-    relative, lift, common_factor, hidden_sum,  # the `Upstream`
+    order, labels, lse_base2,  # of the super-block's `PackedTokens`
+    relative_upstream, lift, common_factor, hidden_sum,  # the `Upstream`
     coefficient, listed_tokens, listed,  # the `PairPlan`
     ring, ring_source,  # (RING, ROWS, WIDTH) R of tiles, (RING, ROWS) where their hidden states are
-    profile,  # (2, V) written: q f and û f, with f the slope
+    mean_rows,  # (2, V) written: q f and û f, with f the slope
     profile_sums,  # (blocks, D) Σ_i m_ij ĝ_i lift_i E_i
-    uniform_sums,  # (blocks, D) Σ_i ĝ_i E_i of dropped pairs; None without a softcap
-    acc,  # (·, D) sums of dE, from row `padded` on W, from `padded + blocks` on H; or None
+    smoothing_sums,  # (blocks, D) Σ_i ĝ_i E_i of dropped pairs; None without a softcap
+    # (·, D) sums of dE; from row `padded` on W, from row `padded + blocks` on H; or None
+    d_hidden_sums,
     d_weight,  # (V, D), or None
     mean_start: tl.int64,  # where the mean hidden state is, in numbers from `hidden`
     padded, blocks, V,
@@ -340,25 +357,25 @@ def queue_kernel(
         block, index, kind = unpack_item(tl.load(items + turn))
         n_listed = tl.load(listed + block)
         begin = tl.load(first_tile + block)
-        v = block * WIDTH + tl.arange(0, WIDTH)
+        entries = block * WIDTH + tl.arange(0, WIDTH)
         if kind == TILE_ITEM:
             tile_item(
-                block, index, n_listed, begin, v,
+                block, index, n_listed, begin, entries,
                 tile_owner, n_shares, tiles_done, shares_done,
                 hidden, weight, weight_slices,
-                bias, smoothing_target, order, labels, lse2,
-                relative, lift,
+                bias, smoothing_target, order, labels, lse_base2,
+                relative_upstream, lift,
                 coefficient, listed_tokens,
-                ring, ring_source, profile, acc, d_weight,
+                ring, ring_source, mean_rows, d_hidden_sums, d_weight,
                 mean_start, padded, blocks, V, smoothing_factor, smoothing, scale, softcap,
                 ALIGNED, RAGGED, ROWS, WIDTH, DEPTH, TMA, RING, HIDDEN_STAGES, D, SLICE, PRECISION,
             )  # fmt: skip
         elif d_weight is not None:
             share_item(
-                block, index, n_listed, begin, v,
+                block, index, n_listed, begin, entries,
                 n_shares, tiles_done, shares_done,
                 hidden, common_factor, hidden_sum,
-                ring, ring_source, profile, profile_sums, uniform_sums, d_weight,
+                ring, ring_source, mean_rows, profile_sums, smoothing_sums, d_weight,
                 V, smoothing_factor, softcap,
                 ACCUMULATE, ROWS, WIDTH, RING, D, SLICE, STEP, PRECISION,
             )  # fmt: skip
@@ -369,9 +386,9 @@ def queue_kernel(
 def block_sums_kernel(
     hidden,  # (N, D)
     coefficient,  # (blocks, padded) m_ij
-    order, relative, lift, valid_count,
+    order, relative_upstream, lift, valid_count,
     profile_sums,  # (blocks, D) written: Σ_i m_ij ĝ_i lift_i E_i
-    uniform_sums,  # (blocks, D) written: Σ_i ĝ_i E_i of dropped pairs; None without a softcap
+    smoothing_sums,  # (blocks, D) written: Σ_i ĝ_i E_i of dropped pairs; None without a softcap
     padded, blocks, BLOCKS: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -379,88 +396,101 @@ def block_sums_kernel(
     n_valid = tl.load(valid_count)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    of_profile = tl.zeros((BLOCKS, SLICE), tl.float32)
-    of_uniform = tl.zeros((BLOCKS, SLICE), tl.float32)
-    p_coefficient = coefficient + tl.minimum(block, blocks - 1).to(tl.int64)[:, None] * padded
+    profile_sum = tl.zeros((BLOCKS, SLICE), tl.float32)
+    smoothing_sum = tl.zeros((BLOCKS, SLICE), tl.float32)
+    known_block = tl.minimum(block, blocks - 1).to(tl.int64)
+    coefficient_pointers = coefficient + known_block[:, None] * padded
     # Indices are read one step ahead, so that the gathers they lead to can be pipelined.
     source = tl.load(order + tl.arange(0, STEP), mask=tl.arange(0, STEP) < n_valid, other=0)
     for start in range(0, n_valid, STEP):
         token = start + tl.arange(0, STEP)
         is_token = token < n_valid
-        m = tl.load(p_coefficient + token[None, :])  # zero past the last token
+        # They are 0 past the last token.
+        pair_coefficients = tl.load(coefficient_pointers + token[None, :])
         inside = is_token[:, None]
         if D % SLICE != 0:
             inside = inside & (column < D)[None, :]
-        p_e = hidden + source.to(tl.int64)[:, None] * D + column[None, :]
-        e = tl.load(p_e, mask=inside, other=0.0)
-        dropped = is_dropped(m)
-        if relative is not None:
-            relative_g = tl.load(relative + token, mask=is_token, other=0.0)[None, :]
-            m = m.to(tl.float32) * relative_g
-            dropped *= relative_g
+        state_pointers = hidden + source.to(tl.int64)[:, None] * D + column[None, :]
+        states = tl.load(state_pointers, mask=inside, other=0.0)
+        dropped = is_dropped(pair_coefficients)
+        if relative_upstream is not None:
+            token_upstream = tl.load(relative_upstream + token, mask=is_token, other=0.0)[None, :]
+            pair_coefficients = pair_coefficients.to(tl.float32) * token_upstream
+            dropped *= token_upstream
         if lift is not None:
-            m = m.to(tl.float32) * tl.load(lift + token, mask=is_token, other=0.0)[None, :]
-        of_profile = tl.dot(m.to(e.dtype), e, of_profile, input_precision=PRECISION)
-        if uniform_sums is not None:
-            of_uniform = tl.dot(dropped.to(e.dtype), e, of_uniform, input_precision=PRECISION)
+            token_lift = tl.load(lift + token, mask=is_token, other=0.0)[None, :]
+            pair_coefficients = pair_coefficients.to(tl.float32) * token_lift
+        profile_sum = tl.dot(
+            pair_coefficients.to(states.dtype), states, profile_sum, input_precision=PRECISION
+        )
+        if smoothing_sums is not None:
+            smoothing_sum = tl.dot(
+                dropped.to(states.dtype), states, smoothing_sum, input_precision=PRECISION
+            )
         source = tl.load(order + token + STEP, mask=token + STEP < n_valid, other=0)
     inside = (block < blocks)[:, None] & (column < D)[None, :]
     at = block.to(tl.int64)[:, None] * D + column[None, :]
-    tl.store(profile_sums + at, of_profile, mask=inside)
-    if uniform_sums is not None:
-        tl.store(uniform_sums + at, of_uniform, mask=inside)
+    tl.store(profile_sums + at, profile_sum, mask=inside)
+    if smoothing_sums is not None:
+        tl.store(smoothing_sums + at, smoothing_sum, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_order"])
 def filtered_hidden_kernel(
     coefficient,  # (blocks, padded) m_ij
-    order, relative, lift, common_factor, valid_count,
-    acc,  # (padded, D) sums of R C over listed pairs
-    profiles,  # (blocks, D) W
-    uniforms, uniform_sum,  # H: (blocks, D) of each block, or None without a softcap; (D,) of all
+    order, relative_upstream, lift, common_factor, valid_count,
+    d_hidden_sums,  # (padded, D) sums of R C over listed pairs
+    profile_products,  # (blocks, D) W
+    smoothing_products,  # (blocks, D) H of each block; None without a softcap
+    smoothing_products_total,  # (D,) H of all blocks
     out,  # (N, D) written: dE
     n_order, padded, blocks,
     smoothing_factor,  # κ
     ROWS: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program finishes dE of ROWS tokens and one slice of D: the sums over listed pairs, the mass
-    of the others times their blocks' W, and the uniform term."""
+    """A program finishes dE of ROWS tokens and one slice of D: the sums over listed pairs, the
+    coefficients m of drawn and dropped pairs times their blocks' W, and the smoothing term."""
     n_valid = tl.load(valid_count)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     is_column = column < D
     sums = tl.zeros((ROWS, SLICE), tl.float32)
-    of_uniform = tl.zeros((ROWS, SLICE), tl.float32)
+    smoothing_term = tl.zeros((ROWS, SLICE), tl.float32)
     dtype = out.dtype.element_ty
     if tl.program_id(0) * ROWS < n_valid:
         for start in range(0, blocks, STEP):
             block = start + tl.arange(0, STEP)
             is_block = block < blocks
-            p_coefficient = coefficient + block.to(tl.int64)[:, None] * padded + token[None, :]
-            m = tl.load(p_coefficient, mask=is_block[:, None], other=0.0)
+            block_start = block.to(tl.int64)[:, None] * padded
+            coefficient_pointers = coefficient + block_start + token[None, :]
+            pair_coefficients = tl.load(coefficient_pointers, mask=is_block[:, None], other=0.0)
             at = block.to(tl.int64)[:, None] * D + column[None, :]
             inside = is_block[:, None] & is_column[None, :]
-            w = tl.load(profiles + at, mask=inside, other=0.0)
-            sums = tl.dot(tl.trans(m).to(dtype), w, sums, input_precision=PRECISION)
-            if uniforms is not None:
-                h = tl.load(uniforms + at, mask=inside, other=0.0)
-                dropped = is_dropped(tl.trans(m))
-                of_uniform = tl.dot(dropped.to(dtype), h, of_uniform, input_precision=PRECISION)
+            w_tile = tl.load(profile_products + at, mask=inside, other=0.0)
+            sums = tl.dot(
+                tl.trans(pair_coefficients).to(dtype), w_tile, sums, input_precision=PRECISION
+            )
+            if smoothing_products is not None:
+                h_tile = tl.load(smoothing_products + at, mask=inside, other=0.0)
+                dropped = is_dropped(tl.trans(pair_coefficients))
+                smoothing_term = tl.dot(
+                    dropped.to(dtype), h_tile, smoothing_term, input_precision=PRECISION
+                )
         if lift is not None:
             sums *= tl.load(lift + token, mask=token < n_valid, other=0.0)[:, None]
-        if uniforms is not None:
-            sums -= of_uniform * smoothing_factor
+        if smoothing_products is not None:
+            sums -= smoothing_term * smoothing_factor
         else:
-            h_all = tl.load(uniform_sum + column, mask=is_column, other=0.0)
-            sums -= (h_all * smoothing_factor)[None, :]
-        if relative is not None:
-            sums *= tl.load(relative + token, mask=token < n_valid, other=0.0)[:, None]
+            total_product = tl.load(smoothing_products_total + column, mask=is_column, other=0.0)
+            sums -= (total_product * smoothing_factor)[None, :]
+        if relative_upstream is not None:
+            sums *= tl.load(relative_upstream + token, mask=token < n_valid, other=0.0)[:, None]
         inside = (token < n_valid)[:, None] & is_column[None, :]
-        p_acc = acc + token.to(tl.int64)[:, None] * D + column[None, :]
-        sums += tl.load(p_acc, mask=inside, other=0.0)
+        sum_pointers = d_hidden_sums + token.to(tl.int64)[:, None] * D + column[None, :]
+        sums += tl.load(sum_pointers, mask=inside, other=0.0)
         sums = tl.where((token < n_valid)[:, None], sums * tl.load(common_factor), 0.0)
     is_known = token < n_order  # masked tokens come last, and their dE is 0
     source = tl.load(order + token, mask=is_known, other=0).to(tl.int64)
-    p_out = out + source[:, None] * D + column[None, :]
-    tl.store(p_out, sums.to(dtype), mask=is_known[:, None] & is_column[None, :])
+    out_pointers = out + source[:, None] * D + column[None, :]
+    tl.store(out_pointers, sums.to(dtype), mask=is_known[:, None] & is_column[None, :])

@@ -5,10 +5,11 @@
 run on the device alone. (`plan` says which calls are filtered at all.) kernel/DERIVATION.md, "The
 filter", has the mathematics.
 
-A pair is kept when it holds the label, or when s_ij = √(P_ij · max_v p_iv), which bounds the
+A pair is kept when it holds the label, or when norm_ij = √(P_ij · max_v p_iv), which bounds the
 2-norm of the pair's probabilities, reaches the block's threshold ε_j. Any other pair is drawn with
-probability s_ij / ε_j, so that gradients stay unbiased. ε_j is the caller's ε, but lower where the
-block's norms sum to less than DRAWN · ε, so that about DRAWN of its pairs are listed in any case.
+probability norm_ij / ε_j, so that gradients stay unbiased. ε_j is the call's threshold ε
+(`LossCall.eps`), but lower where the block's norms sum to less than DRAWN · ε, so that about DRAWN
+of its pairs are listed in any case.
 Kept and drawn pairs are *listed*: each block has a list of its tokens.
 
 Every pair has a coefficient m_ij for the low-rank model, which stands in for what is not
@@ -30,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.triton.forward import reference_logit2
+from smoothce.triton.forward import reference_logit_base2
 from smoothce.triton.tiles import LOG2E, Tiles
 from smoothce.triton.tokens import PackedTokens
 
@@ -57,7 +58,9 @@ KIND_MASK = tl.constexpr(2**_KIND_BITS - 1)
 
 
 class PairPlan(NamedTuple):
-    """Which pairs of one super-block are recomputed, and what the low-rank model takes."""
+    """Which pairs of one super-block are recomputed, and what the low-rank model takes.
+
+    Fields have the names of `queue_kernel`'s parameters."""
 
     # (blocks, padded) bf16, m_ij: 0 for a kept pair, (1 − w) P < 0 for a drawn one, P > 0 for a
     # dropped one; see `is_dropped`.
@@ -72,7 +75,9 @@ class Schedule(NamedTuple):
     """The queue of the backward: tiles of listed pairs, and shares of dC among them.
 
     A block's shares stand some way behind its tiles, behind tiles of later blocks: `items_kernel`
-    says where. Tiles are numbered through all blocks, in the order of blocks, and so are shares."""
+    says where. Tiles are numbered through all blocks, in the order of blocks, and so are shares.
+
+    Fields have the names of `queue_kernel`'s parameters."""
 
     items: Tensor  # (·,) int32, as `pack_item` makes them, in the order of the queue
     n_items: Tensor  # (1,) int32, how many of `items` are in use
@@ -99,44 +104,45 @@ def unpack_item(item):
 
 
 @triton.jit
-def is_dropped(m):
+def is_dropped(pair_coefficient):
     """1.0 where coefficients m_ij are those of dropped pairs, 0.0 of kept and drawn ones."""
-    return tl.where(m.to(tl.float32) > 0.0, 1.0, 0.0)
+    return tl.where(pair_coefficient.to(tl.float32) > 0.0, 1.0, 0.0)
 
 
 @triton.jit
-def scramble(h):
+def scramble(bits):
     """MurmurHash3's finalizer, of uint32."""
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
+    return bits ^ (bits >> 16)
 
 
 @triton.jit
-def draw(a, b, c):
+def draw(seed, token, block):
     """A number in (0, 1) that follows from three int32 alone, so that no generator is needed."""
-    h = scramble(a.to(tl.uint32, bitcast=True) ^ (b * 65537 + c).to(tl.uint32, bitcast=True))
-    return scramble(h + 0x9E3779B9).to(tl.float32) * 2.0**-32 + 2.0**-33
+    pair = (token * 65537 + block).to(tl.uint32, bitcast=True)
+    bits = scramble(seed.to(tl.uint32, bitcast=True) ^ pair)
+    return scramble(bits + 0x9E3779B9).to(tl.float32) * 2.0**-32 + 2.0**-33
 
 
 @triton.jit
 def plan_kernel(
-    # Filter statistics (blocks, padded), and what is written over them: `coefficient` lies in the
-    # memory of `block_lse`, `listed_tokens` in that of `block_max`.
-    block_lse, coefficient, block_max, listed_tokens,
+    # Pair statistics (blocks, padded), and what is written over them: `coefficient` lies in the
+    # memory of `pair_lse`, `listed_tokens` in that of `pair_max`.
+    pair_lse, coefficient, pair_max, listed_tokens,
     listed,  # (blocks,) written
-    lse2, label_logit, labels, valid_count,  # of the super-block's `PackedTokens`
-    padded, log2_eps,  # of the caller's ε
+    lse_base2, label_logit, labels, valid_count,  # of the super-block's `PackedTokens`
+    padded, log2_eps,  # of the call's threshold ε
     DRAWN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program finds one block's threshold, then its list of tokens and all its coefficients.
 
-    Filter statistics are base-2 and relative to the label's logit (`reference_logit2`), and so is
-    `relative_lse2` here, the log-sum-exp over the whole vocabulary.
+    Pair statistics are base-2 and relative to the label's logit (`reference_logit_base2`), and so
+    is `relative_lse_base2` here, the log-sum-exp over the whole vocabulary.
     """
     block = tl.program_id(0)
     n_valid = tl.load(valid_count)
-    row = block.to(tl.int64) * padded
+    row_start = block.to(tl.int64) * padded
 
     # A block in which all norms are small must not be left to a handful of draws.
     sum_of_norms = 0.0
@@ -144,12 +150,12 @@ def plan_kernel(
     for start in range(0, padded, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < padded
-        log_mass = tl.load(block_lse + row + token, mask=inside, other=0.0).to(tl.float32)
-        log_max = tl.load(block_max + row + token, mask=inside, other=0.0).to(tl.float32)
-        relative_lse2 = tl.load(lse2 + token, mask=inside, other=0.0)
-        label_logit2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
-        relative_lse2 -= reference_logit2(label_logit2)
-        norm = tl.minimum(tl.exp2(0.5 * (log_max + log_mass) - relative_lse2), eps)
+        log2_mass = tl.load(pair_lse + row_start + token, mask=inside, other=0.0).to(tl.float32)
+        log2_max = tl.load(pair_max + row_start + token, mask=inside, other=0.0).to(tl.float32)
+        relative_lse_base2 = tl.load(lse_base2 + token, mask=inside, other=0.0)
+        label_logit_base2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
+        relative_lse_base2 -= reference_logit_base2(label_logit_base2)
+        norm = tl.minimum(tl.exp2(0.5 * (log2_max + log2_mass) - relative_lse_base2), eps)
         sum_of_norms += tl.sum(tl.where(token < n_valid, norm, 0.0), 0)
     block_log2_eps = tl.minimum(log2_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
 
@@ -157,65 +163,65 @@ def plan_kernel(
     for start in range(0, padded, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < padded
-        log_mass = tl.load(block_lse + row + token, mask=inside, other=0.0).to(tl.float32)
-        log_max = tl.load(block_max + row + token, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(labels + token, mask=inside, other=-1)
-        token_lse2 = tl.load(lse2 + token, mask=inside, other=0.0)
-        seed = token_lse2.to(tl.int32, bitcast=True)
-        label_logit2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
-        relative_lse2 = token_lse2 - reference_logit2(label_logit2)
-        # Σ p² over the block ≤ largest p · mass = s², so what is dropped has a 2-norm below ε_j.
-        log_norm = 0.5 * (log_max + log_mass) - relative_lse2
+        log2_mass = tl.load(pair_lse + row_start + token, mask=inside, other=0.0).to(tl.float32)
+        log2_max = tl.load(pair_max + row_start + token, mask=inside, other=0.0).to(tl.float32)
+        label = tl.load(labels + token, mask=inside, other=-1)
+        token_lse_base2 = tl.load(lse_base2 + token, mask=inside, other=0.0)
+        seed = token_lse_base2.to(tl.int32, bitcast=True)
+        label_logit_base2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
+        relative_lse_base2 = token_lse_base2 - reference_logit_base2(label_logit_base2)
+        # Σ p² over the block ≤ largest p · mass = norm², so what is dropped has a 2-norm below ε_j.
+        log2_norm = 0.5 * (log2_max + log2_mass) - relative_lse_base2
         is_token = token < n_valid
-        reaches_eps = log_norm >= block_log2_eps
-        holds_label = (y >= 0) & (y // WIDTH == block)
+        reaches_eps = log2_norm >= block_log2_eps
+        holds_label = (label >= 0) & (label // WIDTH == block)
         kept = is_token & (reaches_eps | holds_label)
         # A dropped pair never reads as kept, however small its mass.
-        mass = tl.maximum(tl.exp2(log_mass - relative_lse2), 1e-30)
-        # 1 / w = s / ε_j, so that the softmax that is added in the mean is the true one.
-        drawn = draw(seed, token, block) < tl.exp2(log_norm - block_log2_eps)
+        mass = tl.maximum(tl.exp2(log2_mass - relative_lse_base2), 1e-30)
+        # 1 / w = norm / ε_j, so that the softmax that is added in the mean is the true one.
+        drawn = draw(seed, token, block) < tl.exp2(log2_norm - block_log2_eps)
         # (1 − w) P, which is negative, or P
-        m = tl.where(drawn, mass * (1.0 - tl.exp2(block_log2_eps - log_norm)), mass)
-        m = tl.where(is_token & (kept == 0), m, 0.0)
+        pair_coefficient = tl.where(drawn, mass * (1.0 - tl.exp2(block_log2_eps - log2_norm)), mass)
+        pair_coefficient = tl.where(is_token & (kept == 0), pair_coefficient, 0.0)
         is_listed = kept | (drawn & is_token)
         flag = is_listed.to(tl.int32)
         place = n_listed + tl.cumsum(flag, 0) - flag
         # place ≤ token, and all these numbers have 2 bytes, so that what is written here takes the
-        # place of filter statistics that were read above, or before. The barrier (a __syncthreads)
+        # place of pair statistics that were read above, or before. The barrier (a __syncthreads)
         # makes sure that every thread of the program has read them.
         tl.debug_barrier()
-        tl.store(coefficient + row + token, m.to(tl.bfloat16), mask=inside)
-        tl.store(listed_tokens + row + place, token.to(tl.int16), mask=is_listed)
+        tl.store(coefficient + row_start + token, pair_coefficient.to(tl.bfloat16), mask=inside)
+        tl.store(listed_tokens + row_start + place, token.to(tl.int16), mask=is_listed)
         n_listed += tl.sum(flag, 0)
     tl.store(listed + block, n_listed)
 
 
 def plan_pairs(
-    filter_statistics: Tensor,  # (2, blocks, padded) fp16, as `run_forward` writes them
+    pair_statistics: Tensor,  # (2, blocks, padded) fp16, as `run_forward` writes them
     tokens: PackedTokens,
     eps: float,
     tiles: Tiles,
 ) -> PairPlan:
     """Choose the pairs of a super-block that are recomputed.
 
-    The lists and coefficients take the place of the filter statistics, which are gone afterwards.
+    The lists and coefficients take the place of the pair statistics, which are gone afterwards.
     """
-    block_lse, block_max = filter_statistics
-    blocks, padded = block_lse.shape
-    assert filter_statistics.element_size() == 2, "coefficients and lists take the same memory"
+    pair_lse, pair_max = pair_statistics
+    blocks, padded = pair_lse.shape
+    assert pair_statistics.element_size() == 2, "coefficients and lists take the same memory"
     assert padded <= MAX_PADDED_TOKENS, f"{padded} tokens do not fit an int16"
     pairs = PairPlan(
-        coefficient=block_lse.view(torch.bfloat16),
-        listed_tokens=block_max.view(torch.int16),
-        listed=torch.empty(blocks, device=block_lse.device, dtype=torch.int32),
+        coefficient=pair_lse.view(torch.bfloat16),
+        listed_tokens=pair_max.view(torch.int16),
+        listed=torch.empty(blocks, device=pair_lse.device, dtype=torch.int32),
     )
     plan_kernel[(blocks,)](
-        block_lse=block_lse,
+        pair_lse=pair_lse,
         coefficient=pairs.coefficient,
-        block_max=block_max,
+        pair_max=pair_max,
         listed_tokens=pairs.listed_tokens,
         listed=pairs.listed,
-        lse2=tokens.lse2,
+        lse_base2=tokens.lse_base2,
         label_logit=tokens.label_logit,
         labels=tokens.labels,
         valid_count=tokens.valid_count,
@@ -246,9 +252,10 @@ def count_kernel(
         block = start + tl.arange(0, BLOCK)
         inside = block < blocks
         n_listed = tl.load(listed + block, mask=inside, other=0)
-        # Two more rows are the block's profile and its uniform direction.
+        # Two more rows are the profile's and the smoothing row (`filter_kernels`).
         tiles = tl.where(inside, (n_listed + 2 + ROWS - 1) // ROWS, 0)
-        # A short weight gradient is worked off several slices of D at a time.
+        # A block with few listed tokens has few shares, each of several slices of D; one with many
+        # has a share for each slice. There is none where dC is not wanted, since `slices` is 0.
         shares = tl.minimum(n_listed * slices // share_size + 1, slices)
         shares = tl.where(inside, shares, 0)
         ends = tile_sum + tl.cumsum(tiles, 0)
@@ -276,10 +283,15 @@ def items_kernel(
         b ≤ r    or    tile_end[b] ≤ first_tile[r] + reach
 
     and before those of all other blocks. So `reach` tiles or fewer stand between the begin of r's
-    tiles and r's shares, mostly enough to find r's tiles done. `reach` is no more than the ring
-    holds: the shares that free the slot a tile takes stand before that tile, and the queue cannot
-    lock up. For example, with reach = 4, of three blocks of two, one and three tiles (T) and a
-    share (S) each:
+    tiles and r's shares, mostly enough to find r's tiles done.
+
+    The queue cannot lock up, since the shares that free a tile's slot of the ring stand before that
+    tile. For neither `reach` nor the tiles of a block are more than the ring holds. Where block b's
+    tile takes a slot that a tile of block r had, the two tiles are as far apart as the ring is
+    long. Then r < b, and first_tile[r] + reach < tile_end[b], so that the rule does not hold.
+
+    For example, with reach = 4, of three blocks of two, one and three tiles (T) and a share (S)
+    each:
 
         T0 T0 T1 S0 T2 T2 T2 S1 S2
 
@@ -299,44 +311,42 @@ def items_kernel(
     shares = tl.load(n_shares + block)
     last_share = tl.load(share_end + block)
 
-    # The first block whose shares come after this block's tiles, if it is before this one, is in
-    # [first_low, first_high]; at last it is first_high.
-    first_low = 0
-    first_high = block
-    # How many blocks' tiles come before this block's shares, but for its own, is in
-    # [count_low, count_high]; at last it is count_low.
+    # r₀ of this block's tiles is in [r0_low, r0_high]; at last it is r0_high. Since b ≤ r is one
+    # half of the rule, it is at most this block.
+    r0_low = 0
+    r0_high = block
+    # The b₀ of this block's shares by the rule's other half alone, which has tile_end[b] in it, is
+    # in [b0_low, b0_high]; at last it is b0_low. The half b ≤ r is the `maximum` below.
     # (`block * 0` is a 0 that is a tensor from the start, as what the loop assigns is.)
-    count_low = block * 0
-    count_high = blocks + block * 0
+    b0_low = block * 0
+    b0_high = blocks + block * 0
     for _ in range(STEPS):
-        first_middle = (first_low + first_high) // 2
-        comes_after = tl.load(first_tile + first_middle) >= end - reach
-        first_high = tl.where(comes_after, first_middle, first_high)
-        first_low = tl.where(comes_after, first_low, tl.minimum(first_middle + 1, first_high))
+        r0_middle = (r0_low + r0_high) // 2
+        comes_after = tl.load(first_tile + r0_middle) >= end - reach
+        r0_high = tl.where(comes_after, r0_middle, r0_high)
+        r0_low = tl.where(comes_after, r0_low, tl.minimum(r0_middle + 1, r0_high))
 
-        count_middle = (count_low + count_high) // 2
-        comes_before = tl.load(tile_end + tl.minimum(count_middle, blocks - 1)) <= begin + reach
-        count_low = tl.where(
-            comes_before & (count_middle < count_high), count_middle + 1, count_low
-        )
-        count_high = tl.where(comes_before, count_high, count_middle)
+        b0_middle = (b0_low + b0_high) // 2
+        comes_before = tl.load(tile_end + tl.minimum(b0_middle, blocks - 1)) <= begin + reach
+        b0_low = tl.where(comes_before & (b0_middle < b0_high), b0_middle + 1, b0_low)
+        b0_high = tl.where(comes_before, b0_high, b0_middle)
 
-    shares_before = tl.load(share_end + first_high) - tl.load(n_shares + first_high)
+    shares_before = tl.load(share_end + r0_high) - tl.load(n_shares + r0_high)
     tile_place = shares_before + begin
-    blocks_before = tl.maximum(count_low, block + 1)
+    blocks_before = tl.maximum(b0_low, block + 1)
     share_place = last_share - shares + tl.load(tile_end + blocks_before - 1)
     step = tl.arange(0, BLOCK)
     for start in range(0, end - begin, BLOCK):
         index = start + step
         inside = index < end - begin
-        at = items + tile_place + start + step
-        tl.store(at, pack_item(block, index, TILE_ITEM), mask=inside)
+        item_pointers = items + tile_place + start + step
+        tl.store(item_pointers, pack_item(block, index, TILE_ITEM), mask=inside)
         tl.store(tile_owner + begin + start + step, block, mask=inside)
     for start in range(0, shares, BLOCK):
         index = start + step
         inside = index < shares
-        at = items + share_place + start + step
-        tl.store(at, pack_item(block, index, SHARE_ITEM), mask=inside)
+        item_pointers = items + share_place + start + step
+        tl.store(item_pointers, pack_item(block, index, SHARE_ITEM), mask=inside)
 
 
 def schedule(

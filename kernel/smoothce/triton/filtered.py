@@ -22,7 +22,7 @@ What stands for the smoothing term of dropped pairs is wrong then, and no draw c
 gradient is biased.
 
 `plan_super_blocks` runs the forward and lets `filter_plan` choose the pairs; `FilteredGradients`
-launches `filter_kernels`. Tokens are worked on in super-blocks, whose filter statistics bound the
+launches `filter_kernels`. Tokens are worked on in super-blocks, whose pair statistics bound the
 memory. kernel/DERIVATION.md derives the equations and says why pairs are drawn.
 """
 
@@ -49,8 +49,8 @@ from smoothce.triton.tokens import (
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-STATISTICS_BYTES = 2**25  # of a super-block's filter statistics, before it is filled up to tiles
-BYTES_OF_A_PAIR = 4  # two fp16 filter statistics
+STATISTICS_BYTES = 2**25  # of a super-block's pair statistics, before it is filled up to tiles
+BYTES_OF_A_PAIR = 4  # two fp16 pair statistics
 TOKENS_AT_ONCE = 1024  # whose hidden states are converted to fp32 together
 
 
@@ -63,7 +63,7 @@ class Upstream(NamedTuple):
 
     Fields have the names of `queue_kernel`'s parameters."""
 
-    relative: Tensor | None  # (padded,) fp32 ĝ_i, packed; None where it is 1 for all
+    relative_upstream: Tensor | None  # (padded,) fp32 ĝ_i, packed; None where it is 1 for all
     lift: Tensor | None  # (padded,) fp32 1 + 2ζ lse_i; None where it is 1
     common_factor: Tensor  # () fp32
     hidden_sum: Tensor  # (D,) fp32, Σ_i ĝ_i E_i
@@ -80,10 +80,10 @@ class QueueMemory(NamedTuple):
 
     ring: Tensor  # (·, width) in the inputs' dtype: R of tiles until dC has read it
     ring_source: Tensor  # (·,) int32: where each row's hidden state is
-    profile: Tensor  # (2, V) fp32: q f and û f, with f the slope and û as in `filter_kernels`
+    mean_rows: Tensor  # (2, V) fp32: q f and û f, with f the slope and û as in `filter_kernels`
     # (·, D) fp32, or None where dE is not wanted: for each token its sum over listed pairs, then W
     # of each block, then H, of each block under a softcap and else of all together.
-    acc: Tensor | None
+    d_hidden_sums: Tensor | None
     ticket: Tensor  # (1,) int32, 0: the next item
     tiles_done: Tensor  # (blocks,) int32, 0
     shares_done: Tensor  # (blocks,) int32, 0
@@ -92,9 +92,9 @@ class QueueMemory(NamedTuple):
 def super_block_size(call: LossCall) -> int:
     """How many tokens each super-block has; all are of about the same size.
 
-    The filter statistics of one, 4 bytes for each (token, block) pair, take about
-    STATISTICS_BYTES at most: super-blocks are filled up to whole tiles. All ranks that
-    share a vocabulary have equal super-blocks, since they join each one's sums."""
+    The pair statistics of one, 4 bytes for each (token, block) pair, take about STATISTICS_BYTES at
+    most: super-blocks are filled up to whole tiles. All ranks that share a vocabulary have equal
+    super-blocks, since they join each one's sums."""
     n_tokens = max(len(call.inputs.labels), 1)
     rows = call.tiles.rows
     fitting = STATISTICS_BYTES // (BYTES_OF_A_PAIR * call.most_blocks)
@@ -106,7 +106,7 @@ def super_block_size(call: LossCall) -> int:
 def makes_gradients_in_forward(call: LossCall) -> bool:
     """Whether gradients are made in the forward, super-block by super-block.
 
-    One super-block's filter statistics fit in the memory bound, those of several do not. It takes a
+    One super-block's pair statistics fit in the memory bound, those of several do not. It takes a
     reduced loss, whose upstream gradient is one factor that the backward can multiply by."""
     n_tokens = len(call.inputs.labels)
     return call.inputs.options.reduction != "none" and n_tokens > super_block_size(call)
@@ -121,23 +121,24 @@ def plan_super_blocks(
     """Run the forward super-block by super-block, and plan the backward of each."""
     assert call.eps is not None
     size = super_block_size(call)
+    # The order of the whole call is cut, so that `call` and `results` are the whole call's too.
     for start in range(0, len(order), size):
         own_order = order[start : start + size]
         own_count = valid_count
         if len(own_order) < len(order):
             own_count = (valid_count - start).clamp(0, len(own_order))
         tokens, packed = gather(call, own_order, own_count)
-        filter_statistics = packed.new_empty(2, call.blocks, len(packed), dtype=torch.float16)
-        run_forward(call, packed, tokens, results, filter_statistics=filter_statistics)
+        pair_statistics = packed.new_empty(2, call.blocks, len(packed), dtype=torch.float16)
+        run_forward(call, packed, tokens, results, pair_statistics=pair_statistics)
         # This comes after the large kernel's launch, so that the host's work is hidden. It is in
         # two steps, since torch's reduction of many rows to few sums takes 100 MB of its own.
-        groups = packed.view(-1, call.tiles.rows, packed.shape[1])
-        hidden_total = groups.sum(1, dtype=torch.float32).sum(0)
-        mean = (hidden_total / own_count.clamp(min=1)).to(packed.dtype)
-        tokens = tokens._replace(hidden_total=hidden_total, mean=mean)
-        del packed, groups
-        yield tokens, plan_pairs(filter_statistics, tokens, call.eps, call.tiles)
-        del tokens, filter_statistics  # before the next super-block takes its memory
+        token_tiles = packed.view(-1, call.tiles.rows, packed.shape[1])
+        hidden_total = token_tiles.sum(1, dtype=torch.float32).sum(0)
+        mean_hidden = (hidden_total / own_count.clamp(min=1)).to(packed.dtype)
+        tokens = tokens._replace(hidden_total=hidden_total, mean_hidden=mean_hidden)
+        del packed, token_tiles
+        yield tokens, plan_pairs(pair_statistics, tokens, call.eps, call.tiles)
+        del tokens, pair_statistics  # before the next super-block takes its memory
 
 
 def filtered_forward(call: LossCall, results: Results) -> FilterState | MadeGradients:
@@ -178,22 +179,25 @@ def upstream_gradient(
     inputs = call.inputs
     options = inputs.options
     assert tokens.hidden_total is not None
-    a, g = coefficients(call, tokens, upstream_loss, loss_scale)
-    lift = torch.where(g != 0, a / g, 1.0) if options.z_loss else None
+    token_coefficients = coefficients(call, tokens, upstream_loss, loss_scale)
+    upstream = token_coefficients.label  # b_i is g_i
+    lift = None
+    if options.z_loss:
+        lift = torch.where(upstream != 0, token_coefficients.softmax / upstream, 1.0)
     if options.reduction != "none" and inputs.token_weights is None:
         # g_i is the same for all tokens.
         return Upstream(None, lift, upstream_loss * loss_scale, tokens.hidden_total)
-    common_factor = g.abs().amax().clamp(min=1e-30)
-    relative = g / common_factor
+    common_factor = upstream.abs().amax().clamp(min=1e-30)
+    relative_upstream = upstream / common_factor
     hidden_sum = torch.zeros_like(tokens.hidden_total)
-    is_valid = torch.arange(len(tokens.order), device=g.device) < tokens.valid_count
+    is_valid = torch.arange(len(tokens.order), device=upstream.device) < tokens.valid_count
     for start in range(0, len(tokens.order), TOKENS_AT_ONCE):
         stop = min(start + TOKENS_AT_ONCE, len(tokens.order))
         states = inputs.hidden[tokens.order[start:stop].long()].float()
         # A masked token's hidden state may hold NaN, which its ĝ of 0 would not undo.
         states.masked_fill_(~is_valid[start:stop, None], 0)
-        hidden_sum += relative[start:stop] @ states
-    return Upstream(relative, lift, common_factor, hidden_sum)
+        hidden_sum += relative_upstream[start:stop] @ states
+    return Upstream(relative_upstream, lift, common_factor, hidden_sum)
 
 
 class FilteredGradients:
@@ -231,43 +235,43 @@ class FilteredGradients:
     def add(self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream) -> None:
         """Write dE of these tokens. Write dC, or add to it: this module's equations."""
         profile_sums = None
-        uniform_sums = None
+        smoothing_sums = None
         if self.weight is not None:
-            profile_sums, uniform_sums = self._block_sums(tokens, pairs, upstream)
-        acc = self._work_off_queue(tokens, pairs, upstream, profile_sums, uniform_sums)
-        if acc is not None:
-            self._write_hidden(tokens, pairs, upstream, acc)
+            profile_sums, smoothing_sums = self._block_sums(tokens, pairs, upstream)
+        d_hidden_sums = self._work_off_queue(tokens, pairs, upstream, profile_sums, smoothing_sums)
+        if d_hidden_sums is not None:
+            self._write_hidden(tokens, pairs, upstream, d_hidden_sums)
         self.begun = True
 
     def _block_sums(
         self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream
     ) -> tuple[Tensor, Tensor | None]:
         """Σ_i m_ij ĝ_i lift_i E_i of each block, (blocks, D) fp32. Under a softcap also the sums
-        over dropped pairs of ĝ_i E_i, which the uniform term takes there."""
+        over dropped pairs of ĝ_i E_i, which the smoothing term takes there."""
         call = self.call
         hidden = call.inputs.hidden
         tiles = call.tiles
         blocks, padded = pairs.coefficient.shape
         d = hidden.shape[1]
         profile_sums = torch.empty(blocks, d, dtype=torch.float32, device=hidden.device)
-        uniform_sums = None
+        smoothing_sums = None
         if call.inputs.options.softcap is not None:
-            uniform_sums = torch.empty_like(profile_sums)
+            smoothing_sums = torch.empty_like(profile_sums)
         block_sums_kernel[(cdiv(blocks, tiles.low_rank_blocks), cdiv(d, tiles.slice))](
             hidden=hidden,
             coefficient=pairs.coefficient,
             order=tokens.order,
-            relative=upstream.relative,
+            relative_upstream=upstream.relative_upstream,
             lift=upstream.lift,
             valid_count=tokens.valid_count,
             profile_sums=profile_sums,
-            uniform_sums=uniform_sums,
+            smoothing_sums=smoothing_sums,
             padded=padded,
             blocks=blocks,
             BLOCKS=tiles.low_rank_blocks,
             **self.slice_settings,
         )
-        return profile_sums, uniform_sums
+        return profile_sums, smoothing_sums
 
     def _work_off_queue(
         self,
@@ -275,9 +279,9 @@ class FilteredGradients:
         pairs: PairPlan,
         upstream: Upstream,
         profile_sums: Tensor | None,  # (blocks, D) fp32; None where dC is not wanted
-        uniform_sums: Tensor | None,  # likewise; None without a softcap too
+        smoothing_sums: Tensor | None,  # likewise; None without a softcap too
     ) -> Tensor | None:
-        """Write dC, or add to it. Returns what dE is made of, `QueueMemory.acc`."""
+        """Write dC, or add to it. Returns what dE is made of, `QueueMemory.d_hidden_sums`."""
         call = self.call
         inputs = call.inputs
         tiles = call.tiles
@@ -289,12 +293,12 @@ class FilteredGradients:
         slices = cdiv(d, tiles.slice) if self.weight is not None else 0
         memory = self._allocate_queue_memory(blocks, padded, ring_tiles)
         queue = schedule(pairs.listed, padded, slices, tiles, ring_tiles)
-        assert tokens.mean is not None
+        assert tokens.mean_hidden is not None
         # The kernel gathers the mean as one more row of `hidden`, at this distance, which is
         # negative where the mean was allocated below. `tokens` holds the mean and `call` the hidden
         # states until the kernel is launched, and PyTorch gives freed memory to later kernels of
         # the stream only. Both begin at a multiple of their numbers' size.
-        mean_start = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
+        mean_start = (tokens.mean_hidden.data_ptr() - hidden.data_ptr()) // hidden.element_size()
         queue_kernel[(programs(hidden.device),)](
             **queue._asdict(),
             **memory._asdict(),
@@ -307,9 +311,9 @@ class FilteredGradients:
             smoothing_target=inputs.smoothing_target,
             order=tokens.order,
             labels=tokens.labels,
-            lse2=tokens.lse2,
+            lse_base2=tokens.lse_base2,
             profile_sums=profile_sums,
-            uniform_sums=uniform_sums,
+            smoothing_sums=smoothing_sums,
             d_weight=self.weight,
             mean_start=mean_start,
             padded=padded,
@@ -331,7 +335,7 @@ class FilteredGradients:
             HIDDEN_STAGES=tiles.hidden_stages,
             **self.slice_settings,
         )
-        return memory.acc
+        return memory.d_hidden_sums
 
     def _allocate_queue_memory(self, blocks: int, padded: int, ring_tiles: int) -> QueueMemory:
         inputs = self.call.inputs
@@ -341,40 +345,42 @@ class FilteredGradients:
         ring_rows = ring_tiles * tiles.pair_rows if self.weight is not None else 0
         ring = inputs.hidden.new_empty(ring_rows, tiles.width)
         ring_source = torch.empty(ring_rows, device=device, dtype=torch.int32)
-        profile = torch.empty(2, v, dtype=torch.float32, device=device)
-        acc = None
+        mean_rows = torch.empty(2, v, dtype=torch.float32, device=device)
+        d_hidden_sums = None
         if self.hidden is not None:
-            uniform_rows = 1 if inputs.options.softcap is None else blocks
-            rows = padded + blocks + uniform_rows
-            acc = torch.zeros(rows, d, dtype=torch.float32, device=device)
+            rows_of_h = 1 if inputs.options.softcap is None else blocks
+            rows = padded + blocks + rows_of_h
+            d_hidden_sums = torch.zeros(rows, d, dtype=torch.float32, device=device)
         counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
         ticket, tiles_done, shares_done = counters.split([1, blocks, blocks])
-        return QueueMemory(ring, ring_source, profile, acc, ticket, tiles_done, shares_done)
+        return QueueMemory(
+            ring, ring_source, mean_rows, d_hidden_sums, ticket, tiles_done, shares_done
+        )
 
     def _write_hidden(
-        self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream, acc: Tensor
+        self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream, d_hidden_sums: Tensor
     ) -> None:
-        """Write dE of a super-block's tokens, from what the queue has left in `QueueMemory.acc`."""
+        """Write dE of a super-block's tokens, from what the queue has left in `d_hidden_sums`."""
         call = self.call
         tiles = call.tiles
         dtype = call.inputs.hidden.dtype
         blocks, padded = pairs.coefficient.shape
-        d = acc.shape[1]
-        uniforms = acc[padded + blocks :]
-        uniforms_by_block = None
+        d = d_hidden_sums.shape[1]
+        rows_of_h = d_hidden_sums[padded + blocks :]
+        smoothing_products = None
         if call.inputs.options.softcap is not None:
-            uniforms_by_block = uniforms.to(dtype)
+            smoothing_products = rows_of_h.to(dtype)
         filtered_hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
             coefficient=pairs.coefficient,
             order=tokens.order,
-            relative=upstream.relative,
+            relative_upstream=upstream.relative_upstream,
             lift=upstream.lift,
             common_factor=upstream.common_factor,
             valid_count=tokens.valid_count,
-            acc=acc,
-            profiles=acc[padded : padded + blocks].to(dtype),
-            uniforms=uniforms_by_block,
-            uniform_sum=uniforms.sum(0),
+            d_hidden_sums=d_hidden_sums,
+            profile_products=d_hidden_sums[padded : padded + blocks].to(dtype),
+            smoothing_products=smoothing_products,
+            smoothing_products_total=rows_of_h.sum(0),
             out=self.hidden,
             n_order=len(tokens.order),
             padded=padded,

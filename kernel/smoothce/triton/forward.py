@@ -3,8 +3,10 @@
 That is the log-sum-exp and Σ_v u_v z_v. Where they are asked for, it also finds
 
     token statistics   entropy and argmax, which the caller has asked for
-    filter statistics  two numbers for each token and block of the vocabulary
-    probabilities      the softmax itself, from which `grad_in_forward` makes gradients
+    pair statistics    two numbers for each pair of a token and a block of the vocabulary, by which
+                       the filter decides what it computes
+    probabilities      p̃, the softmax up to a factor for each token and tile, from which
+                       `grad_in_forward` makes gradients
 
 `forward_kernel` cuts the logits into tiles of `Tiles.rows` tokens by one block of the vocabulary,
 and of each tile it keeps a few numbers a token, the `BlockSums`, so that logits are never written.
@@ -14,8 +16,14 @@ makes losses of them. Inside kernels all exponents are in base 2.
 Exponents are relative to the label's logit: p̃ = 2^(z − offset) is 1 for the label, and what is
 saved of it in 16 bits has all of bfloat16's bits whatever the logit. Where a token's largest logit
 in a tile is more than SLACK above its label's, so that 2^(z − offset) would be more than 2^SLACK,
-that logit is the token's offset in this tile. `SavedProbabilities.tile_offsets2` has the offset of
-each token in each tile.
+that logit is the token's offset in this tile. `SavedProbabilities.tile_offsets_base2` has the
+offset of each token in each tile.
+
+So two zeros are in use. What is exponentiated is relative to the *offset*, which may differ from
+tile to tile. What is joined or compared across tiles, `BlockSums.lse_base2` and the pair
+statistics, is relative to `reference_logit_base2`, which is the same in all of a token's tiles. It
+is not absolute because a difference from the label's logit is mostly small: then it loses no bits
+to the size of the logits, and the pair statistics fit fp16.
 """
 
 from dataclasses import dataclass
@@ -61,10 +69,10 @@ def tile_place(tile, row_tiles, n_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def reference_logit2(label_logit2):
-    """What a token's `BlockSums.lse2` and filter statistics are relative to: its label's logit, or
-    0 where that is −∞."""
-    return tl.where(label_logit2 > LOWEST, label_logit2, 0.0)
+def reference_logit_base2(label_logit_base2):
+    """What a token's `BlockSums.lse_base2` and pair statistics are relative to: its label's logit,
+    or 0 where that is −∞. (The offset of what is exponentiated may be another: see the module.)"""
+    return tl.where(label_logit_base2 > LOWEST, label_logit_base2, 0.0)
 
 
 @triton.jit
@@ -83,9 +91,10 @@ def block_smoothing_logit(logits, smoothing_target, entries, V, factor, RAGGED: 
 def forward_kernel(
     hidden, weight, bias, smoothing_target,  # (padded, D) packed, (V, D), (V,) or None twice
     valid_count, label_logits,  # (1,), (padded,) in nats
-    lse2, smoothing_logit2, expected2, largest2, argmax,  # the `BlockSums`, written; or None
-    filter_lse, filter_max,  # the filter's statistics, written: (blocks, padded) fp16, or None
-    probabilities, tile_offsets2, stride,  # the `SavedProbabilities`, written; or None
+    lse_base2, smoothing_logit_base2,  # the `BlockSums`, written; or None
+    expected_logit_base2, largest_logit_base2, argmax,  # and those of token statistics
+    pair_lse, pair_max,  # the pair statistics, written: (blocks, padded) fp16, or None
+    probabilities, tile_offsets_base2, stride,  # the `SavedProbabilities`, written; or None
     first_token, n_tokens,  # of the packed tokens, those that `BlockSums` has
     padded, V, n_blocks, scale, softcap,
     D: tl.constexpr, GROUP: tl.constexpr, WAVES: tl.constexpr,
@@ -125,125 +134,144 @@ def forward_kernel(
             logits = base2_logits(product, bias, entries, V, scale, softcap)
 
         # Σ u z and the largest logit
-        if smoothing_logit2 is not None:
-            block_sum = block_smoothing_logit(logits, smoothing_target, entries, V, factor, RAGGED)
-            tl.store(smoothing_logit2 + place, block_sum)
+        if smoothing_logit_base2 is not None:
+            smoothing_logit = block_smoothing_logit(
+                logits, smoothing_target, entries, V, factor, RAGGED
+            )
+            tl.store(smoothing_logit_base2 + place, smoothing_logit)
         if RAGGED:
             logits = tl.where((entries < V)[None, :], logits, -float("inf"))
         if argmax is not None:  # token statistics
-            top, top_column = tl.max(logits, 1, return_indices=True)
-            top *= factor
-            tl.store(largest2 + place, top)
-            tl.store(argmax + place, entry + top_column)
+            tile_largest, largest_column = tl.max(logits, 1, return_indices=True)
+            tile_largest *= factor
+            tl.store(largest_logit_base2 + place, tile_largest)
+            tl.store(argmax + place, entry + largest_column)
         else:
-            top = tl.max(logits, 1) * factor
+            tile_largest = tl.max(logits, 1) * factor
 
         # sum of exponentials
-        label_logit2 = tl.load(label_logits + rows) * LOG2E
-        offset = tl.maximum(label_logit2, LOWEST)
-        offset = tl.where(top > offset + SLACK, top, offset)
+        label_logit_base2 = tl.load(label_logits + rows) * LOG2E
+        offset = tl.maximum(label_logit_base2, LOWEST)
+        offset = tl.where(tile_largest > offset + SLACK, tile_largest, offset)
         exponentials = tl.exp2(logits * factor - offset[:, None])
         probability_sum = tl.sum(exponentials, 1)
-        block_lse2 = tl.log2(probability_sum) + (offset - reference_logit2(label_logit2))
-        tl.store(lse2 + place, block_lse2)
-        if expected2 is not None:  # token statistics
+        reference = reference_logit_base2(label_logit_base2)
+        block_lse_base2 = tl.log2(probability_sum) + (offset - reference)
+        tl.store(lse_base2 + place, block_lse_base2)
+        if expected_logit_base2 is not None:  # token statistics
             # a logit of −∞ has no part in it
             terms = tl.where(exponentials > 0, exponentials * logits, 0.0)
-            mean = tl.sum(terms, 1) * factor / tl.where(probability_sum > 0, probability_sum, 1.0)
-            tl.store(expected2 + place, mean)
+            divisor = tl.where(probability_sum > 0, probability_sum, 1.0)
+            tl.store(expected_logit_base2 + place, tl.sum(terms, 1) * factor / divisor)
 
         # what is kept of the tile itself
-        if filter_lse is not None:  # a super-block's tokens and blocks are far fewer than 2^31
-            relative_lse2 = tl.clamp(block_lse2, -FP16_RANGE, FP16_RANGE)
-            largest = top - reference_logit2(label_logit2)
-            largest = tl.clamp(largest, -FP16_RANGE, FP16_RANGE)
-            tl.store(filter_lse + block * padded + rows, relative_lse2.to(tl.float16))
-            tl.store(filter_max + block * padded + rows, largest.to(tl.float16))
+        if pair_lse is not None:  # a super-block's tokens and blocks are far fewer than 2^31
+            relative_lse_base2 = tl.clamp(block_lse_base2, -FP16_RANGE, FP16_RANGE)
+            relative_largest = tl.clamp(tile_largest - reference, -FP16_RANGE, FP16_RANGE)
+            tl.store(pair_lse + block * padded + rows, relative_lse_base2.to(tl.float16))
+            tl.store(pair_max + block * padded + rows, relative_largest.to(tl.float16))
         if probabilities is not None:
             pointers = probabilities + entry + rows.to(tl.int64)[:, None] * stride
             pointers += tl.arange(0, WIDTH)[None, :]
             tl.store(pointers, exponentials.to(probabilities.dtype.element_ty))
-            tl.store(tile_offsets2 + block * padded + rows, offset)
+            tl.store(tile_offsets_base2 + block * padded + rows, offset)
 
 
 @triton.jit
 def finish_kernel(
-    lse2, smoothing_logit2, expected2, largest2, argmax,  # the `BlockSums` of these tokens
-    tile_offsets2,  # (blocks, padded) of all packed tokens, or None
+    lse_base2, smoothing_logit_base2,  # the `BlockSums` of these tokens
+    expected_logit_base2, largest_logit_base2, argmax,  # and those of token statistics
+    tile_offsets_base2,  # (blocks, padded) of all packed tokens, or None
     valid_count, label_logits,  # (1,), (padded,) in nats
-    lses, smoothing_logits, offsets2,  # (padded,) written: nats, nats, base 2
-    expectations, tops, argmaxes,  # (padded,) written where there is `argmax`, else None
+    lses, smoothing_logits, offsets_base2,  # (padded,) written: nats, nats, base 2
+    expected_logits, largest_logits, argmaxes,  # (padded,) written where there is `argmax`, or None
     first_token, n_tokens,  # of the packed tokens, those that are joined
     first_entry, n_blocks, padded, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Join the blocks of TOKENS tokens; rows past the valid tokens get zeros.
 
     BLOCKS blocks are read at a time, and each of BLOCKS running sums takes one of them. The sums
-    are joined at the end."""
+    are joined at the end. `probability_sum` and `expected_logit` are relative to `lse_max`, the
+    largest log-sum-exp of a block so far; `shrink` is what they are multiplied by when that
+    grows."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = first_token + token
     known = token < n_tokens
     valid = known & (rows < tl.load(valid_count))
-    top = tl.full((BLOCKS, TOKENS), LOWEST, tl.float32)
+    lse_max = tl.full((BLOCKS, TOKENS), LOWEST, tl.float32)
     probability_sum = tl.zeros((BLOCKS, TOKENS), tl.float32)
     smoothing_logit = tl.zeros((BLOCKS, TOKENS), tl.float32)
-    expected = tl.zeros((BLOCKS, TOKENS), tl.float32)
-    largest = tl.full((BLOCKS, TOKENS), -float("inf"), tl.float32)
-    best = tl.zeros((BLOCKS, TOKENS), tl.int32)
+    expected_logit = tl.zeros((BLOCKS, TOKENS), tl.float32)
+    largest_logit = tl.full((BLOCKS, TOKENS), -float("inf"), tl.float32)
+    best_entry = tl.zeros((BLOCKS, TOKENS), tl.int32)
     offset = tl.full((BLOCKS, TOKENS), LOWEST, tl.float32)
     for first in range(0, n_blocks, BLOCKS):
         blocks = first + tl.arange(0, BLOCKS)
         mask = (blocks < n_blocks)[:, None] & valid[None, :]
         place = blocks[:, None] * n_tokens + token[None, :]
-        block_lse2 = tl.load(lse2 + place, mask=mask, other=-float("inf"))
-        new_top = tl.maximum(top, block_lse2)
-        shrink = tl.exp2(top - new_top)
-        share = tl.exp2(block_lse2 - new_top)
-        probability_sum = probability_sum * shrink + share
-        if smoothing_logit2 is not None:
-            smoothing_logit += tl.load(smoothing_logit2 + place, mask=mask, other=0.0)
-        if tile_offsets2 is not None:
-            tile_place = blocks[:, None] * padded + rows[None, :]
-            tile_offset = tl.load(tile_offsets2 + tile_place, mask=mask, other=LOWEST)
+        block_lse_base2 = tl.load(lse_base2 + place, mask=mask, other=-float("inf"))
+        new_lse_max = tl.maximum(lse_max, block_lse_base2)
+        shrink = tl.exp2(lse_max - new_lse_max)
+        block_sum = tl.exp2(block_lse_base2 - new_lse_max)
+        probability_sum = probability_sum * shrink + block_sum
+        if smoothing_logit_base2 is not None:
+            smoothing_logit += tl.load(smoothing_logit_base2 + place, mask=mask, other=0.0)
+        if tile_offsets_base2 is not None:
+            offset_place = blocks[:, None] * padded + rows[None, :]
+            tile_offset = tl.load(tile_offsets_base2 + offset_place, mask=mask, other=LOWEST)
             offset = tl.maximum(offset, tile_offset)
         if argmax is not None:  # token statistics
-            mean = tl.load(expected2 + place, mask=mask, other=0.0)
-            expected = expected * shrink + share * mean
-            block_largest = tl.load(largest2 + place, mask=mask, other=-float("inf"))
-            block_best = tl.load(argmax + place, mask=mask, other=0)
-            best = tl.where(block_largest > largest, block_best, best)
-            largest = tl.maximum(largest, block_largest)
-        top = new_top
+            block_expected_logit = tl.load(expected_logit_base2 + place, mask=mask, other=0.0)
+            expected_logit = expected_logit * shrink + block_sum * block_expected_logit
+            block_largest_logit = tl.load(
+                largest_logit_base2 + place, mask=mask, other=-float("inf")
+            )
+            block_argmax = tl.load(argmax + place, mask=mask, other=0)
+            best_entry = tl.where(block_largest_logit > largest_logit, block_argmax, best_entry)
+            largest_logit = tl.maximum(largest_logit, block_largest_logit)
+        lse_max = new_lse_max
 
-    whole_top = tl.max(top, 0)
-    shrink = tl.exp2(top - whole_top[None, :])
+    whole_lse_max = tl.max(lse_max, 0)
+    shrink = tl.exp2(lse_max - whole_lse_max[None, :])
     whole_sum = tl.sum(probability_sum * shrink, 0)
-    label_logit2 = tl.load(label_logits + rows, mask=known, other=0.0) * LOG2E
-    token_lse2 = reference_logit2(label_logit2) + (whole_top + tl.log2(whole_sum))
-    tl.store(lses + rows, tl.where(valid, token_lse2 / LOG2E, 0.0), mask=known)
-    token_smoothing_logit2 = tl.sum(smoothing_logit, 0)
-    tl.store(
-        smoothing_logits + rows, tl.where(valid, token_smoothing_logit2 / LOG2E, 0.0), mask=known
+    label_logit_base2 = tl.load(label_logits + rows, mask=known, other=0.0) * LOG2E
+    token_lse_base2 = reference_logit_base2(label_logit_base2) + (
+        whole_lse_max + tl.log2(whole_sum)
     )
-    if tile_offsets2 is not None:
-        tl.store(offsets2 + rows, tl.where(valid, tl.max(offset, 0), 0.0), mask=known)
+    tl.store(lses + rows, tl.where(valid, token_lse_base2 / LOG2E, 0.0), mask=known)
+    token_smoothing_logit_base2 = tl.sum(smoothing_logit, 0)
+    tl.store(
+        smoothing_logits + rows,
+        tl.where(valid, token_smoothing_logit_base2 / LOG2E, 0.0),
+        mask=known,
+    )
+    if tile_offsets_base2 is not None:
+        tl.store(offsets_base2 + rows, tl.where(valid, tl.max(offset, 0), 0.0), mask=known)
     if argmax is not None:
-        token_expected2 = tl.sum(expected * shrink, 0) / whole_sum
-        tl.store(expectations + rows, tl.where(valid, token_expected2 / LOG2E, 0.0), mask=known)
-        token_largest = tl.max(largest, 0)
-        tl.store(tops + rows, tl.where(valid, token_largest / LOG2E, 0.0), mask=known)
+        token_expected_logit_base2 = tl.sum(expected_logit * shrink, 0) / whole_sum
+        tl.store(
+            expected_logits + rows,
+            tl.where(valid, token_expected_logit_base2 / LOG2E, 0.0),
+            mask=known,
+        )
+        token_largest_logit = tl.max(largest_logit, 0)
+        tl.store(
+            largest_logits + rows, tl.where(valid, token_largest_logit / LOG2E, 0.0), mask=known
+        )
         # the first of equals
-        candidates = tl.where(largest == token_largest[None, :], best, 2**31 - 1)
-        token_best = tl.min(candidates, 0) + first_entry
-        tl.store(argmaxes + rows, tl.where(valid, token_best, -1), mask=known)
+        entries_of_largest = tl.where(
+            largest_logit == token_largest_logit[None, :], best_entry, 2**31 - 1
+        )
+        token_argmax = tl.min(entries_of_largest, 0) + first_entry
+        tl.store(argmaxes + rows, tl.where(valid, token_argmax, -1), mask=known)
 
 
 @triton.jit(do_not_specialize=["n_order"])
 def losses_kernel(
     lses, label_logits, smoothing_logits,  # (padded,) of packed tokens, in nats
-    expectations, packed_argmaxes,  # (padded,), or None without token statistics
+    expected_logits, packed_argmaxes,  # (padded,), or None without token statistics
     valid_count, order, token_weights,  # (1,), (n_order,), (N,) or None
-    lses2,  # (padded,) written, for the backward
+    lses_base2,  # (padded,) written, for the backward
     losses, full_lses, log_probabilities, entropies, argmaxes,  # (n_order,) written: the `Results`
     n_order, padded, smoothing, z_loss, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -259,12 +287,12 @@ def losses_kernel(
         loss -= smoothing * tl.load(smoothing_logits + place, mask=valid, other=0.0)
     if token_weights is not None:
         loss *= tl.load(token_weights + source, mask=valid, other=0.0)
-    tl.store(lses2 + place, tl.where(valid, lse * LOG2E, float("inf")), mask=place < padded)
+    tl.store(lses_base2 + place, tl.where(valid, lse * LOG2E, float("inf")), mask=place < padded)
     tl.store(losses + source, tl.where(valid, loss, 0.0), mask=known)
     tl.store(full_lses + source, tl.where(valid, lse, 0.0), mask=known)
-    if expectations is not None:
+    if expected_logits is not None:
         tl.store(log_probabilities + source, tl.where(valid, label_logit - lse, 0.0), mask=known)
-        entropy = lse - tl.load(expectations + place, mask=valid, other=0.0)
+        entropy = lse - tl.load(expected_logits + place, mask=valid, other=0.0)
         tl.store(entropies + source, tl.where(valid, entropy, 0.0), mask=known)
         argmax = tl.load(packed_argmaxes + place, mask=valid, other=-1)
         tl.store(argmaxes + source, tl.where(valid, argmax, -1), mask=known)
@@ -313,51 +341,52 @@ class SavedProbabilities(NamedTuple):
     """Where the forward leaves the probabilities p̃ of packed tokens."""
 
     probabilities: Tensor  # (whole tiles of tokens, blocks · width) in the inputs' dtype
-    tile_offsets2: Tensor  # (blocks, padded) fp32 base 2, what each tile's are relative to
+    # fp32 base 2, what each tile's are relative to: memory for a (blocks, padded) matrix, since
+    # kernels take the `padded` of the tokens at hand as the length of a row.
+    tile_offsets_base2: Tensor
 
 
 @dataclass(frozen=True)
 class BlockSums:
     """What the forward finds of some tokens in each block of the vocabulary, (blocks, tokens)."""
 
-    # log2 Σ_v 2^z over the block, for base-2 logits z, relative to `reference_logit2`
-    lse2: Tensor  # fp32
-    smoothing_logit2: Tensor | None  # fp32 Σ_v u_v z_v, or Σ_v z_v where u is uniform; base 2
-    # Token statistics, or None:
-    expected2: Tensor | None  # fp32, the mean of z by the softmax within the block; base 2
-    largest2: Tensor | None  # fp32, the largest z; base 2
-    argmax: Tensor | None  # int32, its row of C
+    # log2 Σ_v 2^z over the block, for base-2 logits z, relative to `reference_logit_base2`
+    lse_base2: Tensor
+    # Σ_v u_v z_v, or Σ_v z_v where u is uniform; None without smoothing
+    smoothing_logit_base2: Tensor | None = None
+    # What token statistics are made of; None where they are not asked for:
+    expected_logit_base2: Tensor | None = None  # the mean of z by the softmax within the block
+    largest_logit_base2: Tensor | None = None  # the largest z
+    argmax: Tensor | None = None  # its row of C
+
+    @staticmethod
+    def kept_fields(call: LossCall) -> dict[str, torch.dtype]:
+        """The fields that this call has, and their dtypes."""
+        dtypes = {"lse_base2": torch.float32}
+        if call.inputs.options.label_smoothing:
+            dtypes["smoothing_logit_base2"] = torch.float32
+        if call.inputs.options.return_statistics:
+            dtypes["expected_logit_base2"] = torch.float32
+            dtypes["largest_logit_base2"] = torch.float32
+            dtypes["argmax"] = torch.int32
+        return dtypes
 
     @classmethod
     def allocate(cls, call: LossCall, n_tokens: int) -> "BlockSums":
-        hidden = call.inputs.hidden
+        device = call.inputs.hidden.device
+        tensors = {}
+        for name, dtype in cls.kept_fields(call).items():
+            tensors[name] = torch.empty(call.blocks, n_tokens, device=device, dtype=dtype)
+        return cls(**tensors)
 
-        def numbers(dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(call.blocks, n_tokens, device=hidden.device, dtype=dtype)
-
-        options = call.inputs.options
-        statistics = options.return_statistics
-        return cls(
-            lse2=numbers(),
-            smoothing_logit2=numbers() if options.label_smoothing else None,
-            expected2=numbers() if statistics else None,
-            largest2=numbers() if statistics else None,
-            argmax=numbers(torch.int32) if statistics else None,
-        )
-
-    @staticmethod
-    def most_tokens(call: LossCall) -> int:
+    @classmethod
+    def most_tokens(cls, call: LossCall) -> int:
         """How many tokens to have block sums of at a time.
 
         They are whole tiles, and at least as many as the forward works on together: with fewer C
         would be read more often."""
-        options = call.inputs.options
-        numbers = 1
-        if options.label_smoothing:
-            numbers += 1
-        if options.return_statistics:
-            numbers += 3
-        bytes_per_tile = 4 * numbers * call.blocks * call.tiles.rows
+        bytes_per_pair = sum(dtype.itemsize for dtype in cls.kept_fields(call).values())
+        bytes_per_tile = bytes_per_pair * call.blocks * call.tiles.rows
         tiles = max(BLOCK_SUMS_BYTES // bytes_per_tile, call.tiles.group)
         return tiles * call.tiles.rows
 
@@ -367,17 +396,17 @@ def run_forward(
     packed: Tensor,  # (padded, D)
     tokens: PackedTokens,  # whose log-sum-exps and offsets are written
     results: Results,  # of the call or part: written at these tokens
-    filter_statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
+    pair_statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
     saved: SavedProbabilities | None = None,  # written, at the packed tokens' places
 ) -> None:
     """Walk over the vocabulary once, and write what these tokens' losses and gradients need.
 
-    Filter statistics are base-2 and relative to the label's logit (`reference_logit2`): the
+    Pair statistics are base-2 and relative to the label's logit (`reference_logit_base2`): the
     log-sum-exp and the largest logit within each block."""
     sums = empty_sums(call, tokens)
     for where in token_slices(len(packed), BlockSums.most_tokens(call)):
         block_sums = BlockSums.allocate(call, where.stop - where.start)
-        walk_vocabulary(call, packed, tokens, where, block_sums, filter_statistics, saved)
+        walk_vocabulary(call, packed, tokens, where, block_sums, pair_statistics, saved)
         join_blocks(call, tokens, where, block_sums, saved, sums)
         del block_sums  # before the next tokens' take their memory
     if call.inputs.smoothing_target is None:  # the kernel has summed with weights of 1
@@ -393,19 +422,19 @@ def run_forward(
 def empty_sums(call: LossCall, tokens: PackedTokens) -> TokenLogitSums:
     """Memory for what `join_blocks` finds, beside the labels' logits, which are known."""
     numbers = torch.empty_like(tokens.label_logit)
-    expected = None
-    top = None
+    expected_logit = None
+    largest_logit = None
     argmax = None
     if call.inputs.options.return_statistics:
-        expected = torch.empty_like(numbers)
-        top = torch.empty_like(numbers)
+        expected_logit = torch.empty_like(numbers)
+        largest_logit = torch.empty_like(numbers)
         argmax = torch.empty_like(numbers, dtype=torch.int64)
     return TokenLogitSums(
         lse=numbers,
         label_logit=tokens.label_logit,
         smoothing_logit=torch.empty_like(numbers),
-        expected=expected,
-        top=top,
+        expected_logit=expected_logit,
+        largest_logit=largest_logit,
         argmax=argmax,
     )
 
@@ -416,7 +445,7 @@ def walk_vocabulary(
     tokens: PackedTokens,
     where: slice,  # the packed tokens that are looked at
     block_sums: BlockSums,  # of those tokens, written
-    filter_statistics: Tensor | None,  # (2, blocks, padded), written at those tokens
+    pair_statistics: Tensor | None,  # (2, blocks, padded), written at those tokens
     saved: SavedProbabilities | None,  # written at those tokens
 ) -> None:
     """Launch `forward_kernel`."""
@@ -425,10 +454,10 @@ def walk_vocabulary(
     options = inputs.options
     padded, d = packed.shape
     v = len(inputs.weight)
-    filter_lse = None
-    filter_max = None
-    if filter_statistics is not None:
-        filter_lse, filter_max = filter_statistics.unbind()
+    pair_lse = None
+    pair_max = None
+    if pair_statistics is not None:
+        pair_lse, pair_max = pair_statistics.unbind()
     forward_kernel[(programs(packed.device) * WAVES,)](
         hidden=descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
         weight=descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma),
@@ -436,15 +465,15 @@ def walk_vocabulary(
         smoothing_target=inputs.smoothing_target,
         valid_count=tokens.valid_count,
         label_logits=tokens.label_logit,
-        lse2=block_sums.lse2,
-        smoothing_logit2=block_sums.smoothing_logit2,
-        expected2=block_sums.expected2,
-        largest2=block_sums.largest2,
+        lse_base2=block_sums.lse_base2,
+        smoothing_logit_base2=block_sums.smoothing_logit_base2,
+        expected_logit_base2=block_sums.expected_logit_base2,
+        largest_logit_base2=block_sums.largest_logit_base2,
         argmax=block_sums.argmax,
-        filter_lse=filter_lse,
-        filter_max=filter_max,
+        pair_lse=pair_lse,
+        pair_max=pair_max,
         probabilities=None if saved is None else saved.probabilities,
-        tile_offsets2=None if saved is None else saved.tile_offsets2,
+        tile_offsets_base2=None if saved is None else saved.tile_offsets_base2,
         stride=0 if saved is None else saved.probabilities.stride(0),
         first_token=where.start,
         n_tokens=where.stop - where.start,
@@ -473,25 +502,25 @@ def join_blocks(
     """Launch `finish_kernel`, which writes the tokens' offsets too where there is `saved`."""
     n_tokens = where.stop - where.start
     finish_kernel[(cdiv(n_tokens, FINISH_TOKENS),)](
-        lse2=block_sums.lse2,
-        smoothing_logit2=block_sums.smoothing_logit2,
-        expected2=block_sums.expected2,
-        largest2=block_sums.largest2,
+        lse_base2=block_sums.lse_base2,
+        smoothing_logit_base2=block_sums.smoothing_logit_base2,
+        expected_logit_base2=block_sums.expected_logit_base2,
+        largest_logit_base2=block_sums.largest_logit_base2,
         argmax=block_sums.argmax,
-        tile_offsets2=None if saved is None else saved.tile_offsets2,
+        tile_offsets_base2=None if saved is None else saved.tile_offsets_base2,
         valid_count=tokens.valid_count,
         label_logits=tokens.label_logit,
         lses=sums.lse,
         smoothing_logits=sums.smoothing_logit,
-        offsets2=tokens.offset2,
-        expectations=sums.expected,
-        tops=sums.top,
+        offsets_base2=tokens.offset_base2,
+        expected_logits=sums.expected_logit,
+        largest_logits=sums.largest_logit,
         argmaxes=sums.argmax,
         first_token=where.start,
         n_tokens=n_tokens,
         first_entry=0 if call.inputs.shard is None else call.inputs.shard.first_entry,
         n_blocks=call.blocks,
-        padded=len(tokens.lse2),
+        padded=len(tokens.lse_base2),
         TOKENS=FINISH_TOKENS,
         BLOCKS=FINISH_BLOCKS,
     )
@@ -505,17 +534,17 @@ def write_losses(
 ) -> None:
     """Launch `losses_kernel`."""
     options = call.inputs.options
-    padded = len(tokens.lse2)
+    padded = len(tokens.lse_base2)
     losses_kernel[(cdiv(padded, 1024),)](
         lses=sums.lse,
         label_logits=tokens.label_logit,
         smoothing_logits=sums.smoothing_logit,
-        expectations=sums.expected,
+        expected_logits=sums.expected_logit,
         packed_argmaxes=sums.argmax,
         valid_count=tokens.valid_count,
         order=tokens.order,
         token_weights=call.inputs.token_weights,
-        lses2=tokens.lse2,
+        lses_base2=tokens.lse_base2,
         losses=results.losses,
         full_lses=results.lse,
         log_probabilities=results.log_probability,

@@ -14,14 +14,14 @@ The smoothing terms are of rank one, and take part in them as a row before the f
 row is û, which is u, or 1 for every entry where u is uniform, since 1 is exact in 16 bits. With κ,
 `LossCall.smoothing_factor`, it is κ û_v = β u_v, and the two products are
 
-    [ û ]            [ Σ_v û_v C_v     ]          [ û ]ᵀ  [ s             ]
+    [ û ]            [ Σ_v û_v C_v     ]          [ û ]ᵀ  [ ê             ]
     [ p̃ ]  ·  C  =  [ Σ_v p̃_iv C_v   ]          [ p̃ ]  · [ w_i scale E_i ]  =  dC
 
-where s = −κ scale Σ_i b_i E_i, over the tokens of all parts. The first gives κ Σ_v û_v C_v, the
+where ê = −κ scale Σ_i b_i E_i, over the tokens of all parts. The first gives κ Σ_v û_v C_v, the
 mean that dE takes; the second gives dC its smoothing term. dE's other terms are added in fp32 when
 its row is rounded. For dC the label's p̃ becomes p̃ − (1−β) b_i / w_i, one number a token.
 
-û and s are each the sum of two 16-bit numbers, so that the one row is three (`SmoothingRows`). The
+û and ê are each the sum of two 16-bit numbers, so that the one row is three (`SmoothingRows`). The
 bias's gradient is a product too, Σ_i p̃_iv w_i. Its factors w_i are rounded to 16 bits once, and so
 is −κ Σ_i b_i beside û.
 
@@ -63,10 +63,10 @@ from smoothce.vocab_parallel import all_reduce_gradient
 # Rows of the workspace before the first token's: three hold û, the others zeros. Eight of them
 # leave the tokens' rows as aligned as the workspace is.
 LEAD = 8
-# The rows that hold û, each named for the term of `SmoothingRows`'s product that it has.
-U_HIGH_S_HIGH = 0
-U_HIGH_S_LOW = 1
-U_LOW_S_HIGH = 2
+# The rows that hold û, each named for the term of `SmoothingRows`'s product û ê that it has.
+U_HIGH_E_HIGH = 0
+U_HIGH_E_LOW = 1
+U_LOW_E_HIGH = 2
 
 REPAIR_BLOCKS = 16  # vocabulary blocks that one program of `repair_kernel` looks at
 REPAIR_PROGRAMS = 4  # programs of it to the rows of a token tile
@@ -74,7 +74,8 @@ REPAIR_PROGRAMS = 4  # programs of it to the rows of a token tile
 
 @triton.jit
 def repair_kernel(
-    memory, tile_offsets2, offsets2, valid_count,  # (n, stride), (blocks, padded), (padded,), (1,)
+    memory, tile_offsets_base2,  # (n, stride), (blocks, padded)
+    offsets_base2, valid_count,  # (padded,), (1,)
     n, n_blocks, padded, stride, CLEAR: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -84,11 +85,13 @@ def repair_kernel(
     tokens are valid, since the matrix products then run over all rows."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < tl.load(valid_count)
-    offset2 = tl.load(offsets2 + rows, mask=valid, other=0.0)
+    offset_base2 = tl.load(offsets_base2 + rows, mask=valid, other=0.0)
     first = tl.program_id(0) * BLOCKS
     for block in range(first, tl.minimum((tl.program_id(0) + 1) * BLOCKS, n_blocks)):
-        tile_offset2 = tl.load(tile_offsets2 + block * padded + rows, mask=valid, other=0.0)
-        wrong = tile_offset2 != offset2
+        tile_offset_base2 = tl.load(
+            tile_offsets_base2 + block * padded + rows, mask=valid, other=0.0
+        )
+        wrong = tile_offset_base2 != offset_base2
         if CLEAR:
             wrong = wrong | (valid == 0)
         if tl.max(wrong.to(tl.int32), 0) > 0:
@@ -96,13 +99,13 @@ def repair_kernel(
             pointers += tl.arange(0, WIDTH)[None, :]
             mask = (wrong & (rows < n))[:, None]
             probabilities = tl.load(pointers, mask=mask & valid[:, None], other=0.0).to(tl.float32)
-            probabilities *= tl.exp2(tile_offset2 - offset2)[:, None]
+            probabilities *= tl.exp2(tile_offset_base2 - offset_base2)[:, None]
             tl.store(pointers, probabilities.to(memory.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def weigh_kernel(
-    packed, labels, label_logits, lses2, offsets2,  # of packed tokens
+    packed, labels, label_logits, lses_base2, offsets_base2,  # of packed tokens
     softmax_coefficients, label_coefficients, valid_count,
     memory, stride,  # p̃, whose labels' are changed
     weighed, weights,  # (n, D) w_i scale E_i, (n,) w_i, written
@@ -113,16 +116,17 @@ def weigh_kernel(
     (dE takes the label from `dproduct.finish_hidden_kernel`, which subtracts b_i (1−β) C_y.)"""
     token = tl.program_id(0)
     valid = token < tl.load(valid_count)
-    lse2 = tl.load(lses2 + token)
-    offset2 = tl.load(offsets2 + token)
-    softmax = tl.load(softmax_coefficients + token)
-    weight = tl.where(valid, softmax * tl.exp2(offset2 - lse2), 0.0)
+    lse_base2 = tl.load(lses_base2 + token)
+    offset_base2 = tl.load(offsets_base2 + token)
+    a = tl.load(softmax_coefficients + token)
+    weight = tl.where(valid, a * tl.exp2(offset_base2 - lse_base2), 0.0)
     tl.store(weights + token, weight)
     label = tl.load(labels + token)
     if label >= 0:
-        ratio = tl.where(softmax != 0, tl.load(label_coefficients + token) / softmax, 0.0)
-        label_probability = tl.exp2(tl.load(label_logits + token) * LOG2E - offset2)
-        label_probability -= (1.0 - smoothing) * ratio * tl.exp2(lse2 - offset2)
+        # b_i / w_i = (b_i / a_i) 2^(lse_i − o_i), which does not divide by a w_i that underflows.
+        b_over_a = tl.where(a != 0, tl.load(label_coefficients + token) / a, 0.0)
+        label_probability = tl.exp2(tl.load(label_logits + token) * LOG2E - offset_base2)
+        label_probability -= (1.0 - smoothing) * b_over_a * tl.exp2(lse_base2 - offset_base2)
         pointer = memory + token.to(tl.int64) * stride + label
         tl.store(pointer, label_probability.to(memory.dtype.element_ty), mask=valid)
     for start in range(0, D, BLOCK):
@@ -172,8 +176,8 @@ class Workspace:
         tiles = call.tiles
         # The forward writes whole tiles, and `part_tokens` is a number of them.
         memory = weight.new_empty(LEAD + part_tokens, call.blocks * tiles.width)
-        tile_offsets2 = weight.new_empty(call.blocks, part_tokens, dtype=torch.float32)
-        return cls(memory, SavedProbabilities(memory[LEAD:], tile_offsets2), len(weight))
+        tile_offsets_base2 = weight.new_empty(call.blocks, part_tokens, dtype=torch.float32)
+        return cls(memory, SavedProbabilities(memory[LEAD:], tile_offsets_base2), len(weight))
 
     def rows(self, n: int) -> Tensor:
         """What there is of the first n tokens, (n, V)."""
@@ -214,21 +218,23 @@ class SmoothingRows:
     """Rows of the workspace by which the smoothing term −β u_v b_i of all tokens, of rank one, is a
     part of the products. There are none without smoothing, nor under a softcap.
 
-    The module's docstring says what û, s and κ are. In 16 bits û = û_hi + û_lo and s = s_hi + s_lo
+    The module's docstring says what û, ê and κ are. In 16 bits û = û_hi + û_lo and ê = ê_hi + ê_lo
     are sums of two numbers, and of their product the smallest term is left out:
 
-        û s ≈ û_hi s_hi + û_hi s_lo + û_lo s_hi
+        û ê ≈ û_hi ê_hi + û_hi ê_lo + û_lo ê_hi
 
-    So there are three rows of û in the workspace, beside three rows of s among the hidden states
+    So there are three rows of û in the workspace, beside three rows of ê among the hidden states
     that dC's product takes:
 
-        row             of û    of s    of the bias's factors
-        U_HIGH_S_HIGH   û_hi    s_hi    s_b
-        U_HIGH_S_LOW    û_hi    s_lo    0
-        U_LOW_S_HIGH    û_lo    s_hi    s_b
+        row             of û    of ê    of the bias's factors
+        U_HIGH_E_HIGH   û_hi    ê_hi    ŵ
+        U_HIGH_E_LOW    û_hi    ê_lo    0
+        U_LOW_E_HIGH    û_lo    ê_hi    ŵ
 
-    where s_b = −κ Σ_i b_i, since the bias is added after the scale. It has no low part, since the
-    tokens' factors w_i beside it are rounded to 16 bits once as well. dE takes Σ_v û_v C_v, for
+    where ŵ = −κ Σ_i b_i, since the bias is added after the scale. It has no low part, since the
+    tokens' factors w_i beside it are rounded to 16 bits once as well. û is in the workspace from
+    the first part on, whose dE needs Σ_v û_v C_v already. ê and ŵ are sums over the tokens of all
+    parts, so that the last part alone has them. dE takes Σ_v û_v C_v, for
     which the first and the last row are enough."""
 
     smoothing_factor: float  # κ
@@ -247,9 +253,9 @@ class SmoothingRows:
         high = u_hat.to(weight.dtype)
         memory = workspace.memory
         memory[:LEAD].zero_()
-        memory[U_HIGH_S_HIGH, :v] = high
-        memory[U_HIGH_S_LOW, :v] = high
-        memory[U_LOW_S_HIGH, :v] = u_hat - high.float()
+        memory[U_HIGH_E_HIGH, :v] = high
+        memory[U_HIGH_E_LOW, :v] = high
+        memory[U_LOW_E_HIGH, :v] = u_hat - high.float()
         return cls(
             call.smoothing_factor,
             hidden_sum=weight.new_zeros(d, dtype=torch.float32),
@@ -259,7 +265,7 @@ class SmoothingRows:
     def take_mean_weight(self, products: Tensor) -> None:
         """Note β Σ_v u_v C_v, which is κ Σ_v û_v C_v, from the first rows of the product
         (LEAD + n, V) · C."""
-        mean_weight = products[U_HIGH_S_HIGH] + products[U_LOW_S_HIGH]
+        mean_weight = products[U_HIGH_E_HIGH] + products[U_LOW_E_HIGH]
         self.mean_weight = self.smoothing_factor * mean_weight
 
     def add(self, packed: Tensor, label_coefficients: Tensor) -> None:
@@ -268,15 +274,15 @@ class SmoothingRows:
         self.coefficient_sum += label_coefficients.sum()
 
     def write_factors(self, states: Tensor, weights: Tensor, scale: float) -> None:
-        """Write what dC's product and the bias's take beside the rows of û: s into the first rows
-        of `states`, (·, D), and s_b into those of `weights`, (·,)."""
-        s = -self.smoothing_factor * scale * self.hidden_sum
-        states[U_HIGH_S_HIGH] = s  # which rounds it
-        states[U_HIGH_S_LOW] = s - states[U_HIGH_S_HIGH].float()
-        states[U_LOW_S_HIGH] = s
-        s_b = -self.smoothing_factor * self.coefficient_sum
-        weights[U_HIGH_S_HIGH] = s_b
-        weights[U_LOW_S_HIGH] = s_b
+        """Write what dC's product and the bias's take beside the rows of û: ê into the first rows
+        of `states`, (·, D), and ŵ into those of `weights`, (·,)."""
+        state = -self.smoothing_factor * scale * self.hidden_sum
+        states[U_HIGH_E_HIGH] = state  # which rounds it
+        states[U_HIGH_E_LOW] = state - states[U_HIGH_E_HIGH].float()
+        states[U_LOW_E_HIGH] = state
+        weight = -self.smoothing_factor * self.coefficient_sum
+        weights[U_HIGH_E_HIGH] = weight
+        weights[U_LOW_E_HIGH] = weight
 
 
 @dataclass
@@ -386,6 +392,7 @@ class GradientMaker:
     def add_from_probabilities(self, part: Part, token_coefficients: Coefficients) -> None:
         """Without a softcap: both products take the probabilities themselves."""
         self.repair(part)
+        # dE comes first, since `weigh` takes the labels out of the p̃ that its product reads.
         if self.sums.hidden is not None:
             self.write_hidden(part, token_coefficients, self.sums.hidden[part.where])
         if self.sums.weight is None and self.sums.bias is None:
@@ -413,12 +420,12 @@ class GradientMaker:
         rows = max(tiles.rows // REPAIR_PROGRAMS, 1)
         repair_kernel[(cdiv(n_blocks, REPAIR_BLOCKS), cdiv(part.n, rows))](
             memory=saved.probabilities,
-            tile_offsets2=saved.tile_offsets2,
-            offsets2=part.tokens.offset2,
+            tile_offsets_base2=saved.tile_offsets_base2,
+            offsets_base2=part.tokens.offset_base2,
             valid_count=part.tokens.valid_count,
             n=part.n,
             n_blocks=n_blocks,
-            padded=len(part.tokens.offset2),
+            padded=len(part.tokens.offset_base2),
             stride=saved.probabilities.stride(0),
             CLEAR=not part.count_known,
             BLOCKS=REPAIR_BLOCKS,
@@ -463,8 +470,8 @@ class GradientMaker:
                 packed=part.packed,
                 labels=tokens.labels,
                 label_logits=tokens.label_logit,
-                lses2=tokens.lse2,
-                offsets2=tokens.offset2,
+                lses_base2=tokens.lse_base2,
+                offsets_base2=tokens.offset_base2,
                 softmax_coefficients=token_coefficients.softmax,
                 label_coefficients=token_coefficients.label,
                 valid_count=tokens.valid_count,

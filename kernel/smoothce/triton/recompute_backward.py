@@ -4,14 +4,14 @@ and S (`tokens.Coefficients`) of a chunk of the vocabulary at a time goes into b
 A chunk has a number of `entries`. Its S, of N · entries numbers, is written to the end of dC's own
 memory, whose rows there are not needed yet. Its rows of dC, of D · entries numbers, then go to the
 first rows that are still free. Both fit while entries ≤ free numbers / (N + D)
-(`end_of_free_memory`). When that is no more than the workspace holds, S goes to the workspace
-instead. An example of V = 16 entries, with D = 1, N = 3 and a workspace for S of one entry; each
-character is one of the 16 numbers of dC's memory:
+(`end_of_free_memory`). When that is no more than what the *chunk memory* of this module holds, S
+goes there instead. An example of V = 16 entries, with D = 1, N = 3 and a chunk memory for S of one
+entry; each character is one of the 16 numbers of dC's memory:
 
     first chunk    CCCCSSSSSSSSSSSS    16 are free: 4 entries (S: their S, C: their rows of dC)
     second chunk   ....CCCSSSSSSSSS    12 are free: 3 entries
     third chunk    .......CC.SSSSSS    9 are free: 2 entries
-    others         .........C          7 are free: 1 entry, no more than the workspace holds
+    others         .........C          7 are free: 1 entry, no more than the chunk memory holds
 
 (Rounding to aligned places is left out here.)
 
@@ -49,24 +49,23 @@ from smoothce.triton.tokens import (
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-# A super-block is the tokens that are packed and worked on together, at most so many. The filter
-# numbers them in int16.
+# A super-block is the tokens that are packed and worked on together, at most so many, here and in
+# `filtered`, which numbers them in int16.
 SUPER_BLOCK_TOKENS = 8192
 
-# The memory for a chunk of S, which is called workspace here, is this module's own: what the option
-# `workspace` limits is the memory of `grad_in_forward`. A chunk's S in it, and what dE's fp32 sum
-# takes beyond dE, are together at most
-# WORKSPACE_BYTES, which with all else that a step holds is the 118 MB of kernel/README.md, and at
-# most WORKSPACE_SHARE of the two gradients' bytes. The few numbers that each token has besides take
+# The chunk memory, for a chunk's S, is this module's own: what the option `workspace` limits is the
+# memory of `grad_in_forward`. It and what dE's fp32 sum takes beyond dE are together at most
+# CHUNK_BYTES, which with all else that a step holds is the 118 MB of kernel/README.md, and at most
+# CHUNK_SHARE of the two gradients' bytes. The few numbers that each token has besides take
 # 0.35 % of these bytes at most, so that a step holds at most a tenth more than its gradients:
 #
-#     workspace + numbers of tokens  ≤  (WORKSPACE_SHARE + 0.0035) · gradients  =  0.1 · gradients
+#     chunk memory + numbers of tokens  ≤  (CHUNK_SHARE + 0.0035) · gradients  =  0.1 · gradients
 #
-# But a workspace has WORKSPACE_LEAST_BYTES in any case, for fewer entries at a time leave the
+# But the chunk memory has CHUNK_LEAST_BYTES in any case, for fewer entries at a time leave the
 # products too small.
-WORKSPACE_BYTES = 112 * 2**20
-WORKSPACE_SHARE = 0.1 - 0.0035
-WORKSPACE_LEAST_BYTES = 32 * 2**20
+CHUNK_BYTES = 112 * 2**20
+CHUNK_SHARE = 0.1 - 0.0035
+CHUNK_LEAST_BYTES = 32 * 2**20
 
 ALIGNED_NUMBERS = 8  # in 16 bits so many are 16 bytes, what a kernel's widest loads read at a time
 
@@ -78,14 +77,15 @@ class RecomputeState(NamedTuple):
     counts: ValidCounts
 
 
-def super_blocks(n_tokens: int) -> list[slice]:
-    """Which of the caller's tokens each super-block has."""
+def slices_of_super_blocks(n_tokens: int) -> list[slice]:
+    """Which of the caller's tokens each super-block has. Each has an order of its own, valid tokens
+    first, unlike those of `filtered`."""
     return token_slices(n_tokens, SUPER_BLOCK_TOKENS)
 
 
 def forward_without_gradients(call: LossCall, results: Results) -> RecomputeState:
     """Fill in the results; returns what `recompute_gradients` needs, if gradients are wanted."""
-    places = super_blocks(len(call.inputs.labels))
+    places = slices_of_super_blocks(len(call.inputs.labels))
     orders = [valid_first(call.of_tokens(where)) for where in places]
     counts = []
     if any(call.needs):  # else there is no backward to ask for them
@@ -125,7 +125,7 @@ def recompute_gradients(
         bias=hidden.new_zeros(v, dtype=torch.float32) if call.needs.bias else None,
     )
     d_hidden: Tensor | None = None
-    places = super_blocks(len(hidden))
+    places = slices_of_super_blocks(len(hidden))
     counts = state.counts.values()
     for where, tokens, n_valid in zip(places, state.super_blocks, counts, strict=True):
         super_block_call = call.of_tokens(where)
@@ -141,9 +141,11 @@ def recompute_gradients(
                 loss_scale,
                 None if upstream_lse is None else upstream_lse[where],
             )
-            add_super_block(call, packed, tokens, token_coefficients, classifier, hidden_sums)
+            add_super_block(
+                super_block_call, packed, tokens, token_coefficients, classifier, hidden_sums
+            )
         if hidden_sums is not None:
-            if d_hidden is None:  # not before the first super-block's workspace is freed
+            if d_hidden is None:  # not before the first super-block's chunk memory is freed
                 d_hidden = torch.empty_like(hidden)
             write_hidden_from_dproduct(tokens, hidden_sums, d_hidden[where])
     if classifier.weight is not None and not classifier.begun:
@@ -174,7 +176,7 @@ def packed_again(super_block_call: LossCall, tokens: PackedTokens, n_valid: int 
 
 
 def add_super_block(
-    call: LossCall,
+    call: LossCall,  # of the super-block's tokens
     packed: Tensor,  # (n, D) hidden states of valid tokens
     tokens: PackedTokens,
     token_coefficients: Coefficients,
@@ -211,11 +213,11 @@ def dproduct_by_chunks(
     """S of entries [start, stop), (n, stop − start), each until the next is asked for."""
     v = len(call.inputs.weight)
     n = len(packed)
-    chunk = entries_of_workspace(call, n)
-    workspace = packed.new_empty(n, chunk)
+    chunk = entries_of_chunk_memory(call, n)
+    chunk_memory = packed.new_empty(n, chunk)
     start = 0
     while start < v:
-        out = workspace
+        out = chunk_memory
         if free_memory is not None:
             larger = end_of_free_memory(free_memory, start, n, chunk)
             if larger is not None:
@@ -226,14 +228,14 @@ def dproduct_by_chunks(
         start = stop
 
 
-def entries_of_workspace(call: LossCall, n: int) -> int:
-    """How many entries' S of n tokens the workspace holds: whole tiles."""
+def entries_of_chunk_memory(call: LossCall, n: int) -> int:
+    """How many entries' S of n tokens the chunk memory holds: whole tiles."""
     v, d = call.inputs.weight.shape
     size = call.inputs.weight.element_size()
-    most_bytes = min(WORKSPACE_BYTES, WORKSPACE_SHARE * (v + n) * d * size)
+    most_bytes = min(CHUNK_BYTES, CHUNK_SHARE * (v + n) * d * size)
     if call.needs.hidden:  # less what dE's sum takes beyond dE
         most_bytes -= n * d * (4 - size)
-    most_bytes = max(most_bytes, WORKSPACE_LEAST_BYTES)
+    most_bytes = max(most_bytes, CHUNK_LEAST_BYTES)
     width = call.tiles.width
     tiles = max(int(most_bytes) // (n * size) // width, 1)
     return min(tiles, cdiv(v, width)) * width

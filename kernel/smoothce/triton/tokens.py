@@ -4,15 +4,19 @@ Masked tokens cost nothing because the large kernels see the others alone: `vali
 tokens, `gather` packs the valid ones' hidden states and computes their labels' logits, and
 `coefficients` says what each counts in the gradients. The device alone knows how many tokens are
 valid, and nothing here but `ValidCounts.values` waits for it. So memory is allocated for all
-tokens. Behind the valid ones hidden states and coefficients are 0, labels −1 and `lse2` +∞.
+tokens. Behind the valid ones hidden states and coefficients are 0, labels −1 and `lse_base2` +∞.
 
-Logits, label logits and log-sum-exps without a suffix are in nats. A name that ends in 2 says that
-the quantity is in base 2, log2(e) times as much: kernels exponentiate with exp2, so that what a
-backward exponentiates (`lse2`, `offset2`) is kept that way. Kernels convert what they read; what
-leaves the forward for the caller is in nats.
+Logits, label logits and log-sum-exps without a suffix are in nats. A name that ends in `_base2` is
+of a quantity in base 2, log2(e) times as much: kernels exponentiate with exp2, so that what a
+backward exponentiates (`lse_base2`, `offset_base2`) is kept that way. Kernels convert what they
+read; what leaves the forward for the caller is in nats.
 
-In the kernels of this package `smoothing` is β, `scale` is the logit scale (1 without one) and `V`
-is how many entries this rank has. "The product" is E Cᵀ, before scale, bias and cap.
+In the kernels of this package `scale` is the logit scale (1 without one) and `V` is how many
+entries this rank has. "The product" is E Cᵀ, before scale, bias and cap.
+
+The smoothing term has two names in code: `smoothing` is β, which the label's 1 − β takes, and
+`smoothing_factor` is κ. With û, which is u, or 1 for every entry where u is uniform, it is
+κ û_v = β u_v. So κ is β where there is a smoothing target, and β / V where there is none.
 """
 
 from typing import NamedTuple
@@ -47,17 +51,13 @@ class LossCall(NamedTuple):
         return cdiv(self.inputs.most_rows, self.tiles.width)
 
     @property
-    def uniform_smoothing(self) -> float:
-        """β u_v of each entry where u is uniform, β / V."""
-        return self.inputs.options.label_smoothing / self.inputs.vocabulary
-
-    @property
     def smoothing_factor(self) -> float:
         """κ, with κ û_v = β u_v for the û that kernels take: u, or 1 for every entry where u is
         uniform."""
+        smoothing = self.inputs.options.label_smoothing
         if self.inputs.smoothing_target is None:
-            return self.uniform_smoothing
-        return self.inputs.options.label_smoothing
+            return smoothing / self.inputs.vocabulary
+        return smoothing
 
     def of_tokens(self, where: slice) -> "LossCall":
         """The call of these tokens alone.
@@ -83,18 +83,21 @@ class PackedTokens(NamedTuple):
     """Tokens that are worked on together, valid ones first.
 
     "padded" is their number rounded up to whole tiles; what stands behind the valid tokens says
-    that there is none. `gather` fills in the labels and their logits and leaves memory for `lse2`
-    and `offset2`, which `forward.run_forward` writes: `offset2` where it saves probabilities."""
+    that there is none. `gather` fills in the labels and their logits and leaves memory for
+    `lse_base2` and `offset_base2`. `forward.run_forward` writes them, the latter where it saves
+    probabilities."""
 
-    order: Tensor  # (n,) int32, each one's place among the tokens of the call or part of a call
+    # (n,) int32, where each token is among those of the `LossCall` that they were packed from: the
+    # whole call's in `filtered`, those of a part or super-block in the other two ways.
+    order: Tensor
     valid_count: Tensor  # (1,) int32, how many are valid
     labels: Tensor  # (padded,) int32, the label's row of C; -1 where this rank has none
     label_logit: Tensor  # (padded,) fp32 nats
-    lse2: Tensor  # (padded,) fp32 base 2, +inf where there is no valid token
-    offset2: Tensor  # (padded,) fp32 base 2, what saved probabilities are relative to
+    lse_base2: Tensor  # (padded,) fp32 base 2, +inf where there is no valid token
+    offset_base2: Tensor  # (padded,) fp32 base 2, what saved probabilities are relative to
     # The filter's alone.
     hidden_total: Tensor | None = None  # (D,) fp32, Σ E_i over valid tokens
-    mean: Tensor | None = None  # (D,) the mean hidden state in the inputs' dtype
+    mean_hidden: Tensor | None = None  # (D,) the mean hidden state in the inputs' dtype
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -106,7 +109,7 @@ def order_kernel(labels, order, valid_count, ignore_index, n_tokens, BLOCK: tl.c
         label = tl.load(labels + token, mask=token < n_tokens, other=0)
         n_valid += tl.sum(((token < n_tokens) & (label != ignore_index)).to(tl.int32), 0)
     tl.store(valid_count, n_valid)
-    n_before = 0  # valid tokens before this block of tokens
+    n_before = 0  # valid tokens before those of this turn of the loop
     for start in range(0, n_tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
         label = tl.load(labels + token, mask=token < n_tokens, other=0)
@@ -209,8 +212,8 @@ def gather(
         valid_count=valid_count,
         labels=torch.empty(padded, device=hidden.device, dtype=torch.int32),
         label_logit=torch.empty(padded, device=hidden.device, dtype=torch.float32),
-        lse2=torch.empty(padded, device=hidden.device, dtype=torch.float32),
-        offset2=torch.empty(padded, device=hidden.device, dtype=torch.float32),
+        lse_base2=torch.empty(padded, device=hidden.device, dtype=torch.float32),
+        offset_base2=torch.empty(padded, device=hidden.device, dtype=torch.float32),
     )
     gather_kernel[(padded,)](
         hidden=hidden,
@@ -247,7 +250,9 @@ class Coefficients(NamedTuple):
         dE = S C,   dC = Sᵀ E
 
     g_i is the upstream gradient of the token's loss, times the reduction's scale and the token's
-    weight; h_i is that of its log-sum-exp. f_iv = ∂z_iv / ∂(E_i · C_v) is `tiles.slope`: the logit
+    weight; h_i is that of its log-sum-exp. The bracket in a_i is called the *lift*. (The upstream
+    *factor* is another number: that of the whole reduced loss, by which made gradients are
+    multiplied in the backward.) f_iv = ∂z_iv / ∂(E_i · C_v) is `tiles.slope`: the logit
     scale, times the cap's slope under a softcap. Everywhere in smoothce.triton S is this; what the
     filter computes of it is called R (`filtered`)."""
 
@@ -257,7 +262,7 @@ class Coefficients(NamedTuple):
 
 @triton.jit
 def coefficients_kernel(
-    order, valid_count, lse2,  # (n,), (1,), (padded,) base 2
+    order, valid_count, lse_base2,  # (n,), (1,), (padded,) base 2
     upstream_loss, loss_scale, token_weights, upstream_lse,  # () or (N,), (), and (N,) or None
     softmax_coefficients, label_coefficients,  # (padded,) written
     padded, z_loss, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -275,7 +280,7 @@ def coefficients_kernel(
     if token_weights is not None:
         label_coefficient *= tl.load(token_weights + source, mask=valid, other=0.0)
     # The z-loss ζ lse² adds 2ζ lse to the softmax's coefficient.
-    lift = 1.0 + 2.0 * z_loss * (tl.load(lse2 + place, mask=valid, other=0.0) / LOG2E)
+    lift = 1.0 + 2.0 * z_loss * (tl.load(lse_base2 + place, mask=valid, other=0.0) / LOG2E)
     # `grad_in_forward.weigh_kernel` divides the label's coefficient by the softmax's, and where
     # that is 0 it takes the token for a masked one. So no lift is 0: a number too small to matter
     # takes the place of one next to 0, also in the ways that do not divide by it.
@@ -302,13 +307,13 @@ def coefficients(
     """What each of these tokens counts in the gradients."""
     if upstream_lse is not None:  # contiguous, for the gradient of a sum is one number repeated
         upstream_lse = upstream_lse.contiguous()
-    padded = len(tokens.lse2)
-    device = tokens.lse2.device
+    padded = len(tokens.lse_base2)
+    device = tokens.lse_base2.device
     softmax, label = torch.empty(2, padded, device=device, dtype=torch.float32).unbind()
     coefficients_kernel[(cdiv(padded, 1024),)](
         order=tokens.order,
         valid_count=tokens.valid_count,
-        lse2=tokens.lse2,
+        lse_base2=tokens.lse_base2,
         upstream_loss=upstream_loss.contiguous(),
         loss_scale=loss_scale,
         token_weights=call.inputs.token_weights,

@@ -58,8 +58,8 @@ SITUATIONS = {
         (recompute_backward, "SUPER_BLOCK_TOKENS"): 32,
     },
     "chunks of one tile in the memory of dC": {
-        (recompute_backward, "WORKSPACE_LEAST_BYTES"): 2**12,
-        (recompute_backward, "WORKSPACE_SHARE"): 0,
+        (recompute_backward, "CHUNK_LEAST_BYTES"): 2**12,
+        (recompute_backward, "CHUNK_SHARE"): 0,
     },
     # While a CUDA graph is captured nothing reaches the host: then there is room for all tokens.
     "unknown counts": {
