@@ -217,7 +217,10 @@ def parse(words: list[str] | None = None) -> Arguments:
         shapes = list(TINY_SHAPES) if args.tiny else list(SHAPES)
     methods = list(CONTENDERS)
     if args.methods is not None:
-        methods = [key for key in CONTENDERS if key in args.methods or key == BOUND]
+        asked = set(args.methods)
+        if not args.worker:  # a worker leaves out a bound that was given up
+            asked.add(BOUND)
+        methods = [key for key in CONTENDERS if key in asked]
     return Arguments(
         shapes=shapes,
         methods=methods,

@@ -45,6 +45,8 @@ def check_layout(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | 
             "hidden must be (..., D) and weight (V, D), "
             f"not {tuple(hidden.shape)} and {tuple(weight.shape)}"
         )
+    if weight.shape[1] < 1:
+        raise ValueError(f"the D of hidden (..., D) must be 1 or more, not {tuple(hidden.shape)}")
     vocabulary = weight.shape[0]
     if vocabulary < 1:
         raise ValueError("weight must have at least one row, one for each vocabulary entry")

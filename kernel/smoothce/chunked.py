@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from smoothce.autograd_tools import graph_is_kept, once_differentiable
-from smoothce.options import Gradients, Inputs, InputTensors, LossOutput, Needs, accumulation_dtype
+from smoothce.options import (
+    Gradients,
+    Inputs,
+    InputTensors,
+    LossOutput,
+    Needs,
+    Options,
+    accumulation_dtype,
+)
 from smoothce.vocab_parallel import TokenLogitSums, all_reduce_gradient, merge_shards
 
 CPU_CHUNK_TOKENS = 128
@@ -41,8 +49,22 @@ def unsupported(inputs: Inputs) -> str | None:
     return None  # this path serves all inputs
 
 
-def describe(inputs: Inputs) -> str | None:
-    return None  # it has one way only
+def describe(inputs: Inputs) -> str:
+    """How the gradient of these inputs is made."""
+    if not any(inputs.tensors.needs()):
+        return "no gradient is wanted"
+    if makes_gradients_in_forward(inputs.options):
+        return "gradients are made in the forward"
+    if inputs.options.return_lse:
+        reason = "the log-sum-exps have an upstream gradient of their own"
+    else:
+        reason = "without reduction each token has an upstream gradient of its own"
+    return f"the backward computes logits a second time, for {reason}"
+
+
+def makes_gradients_in_forward(options: Options) -> bool:
+    """Whether one upstream factor, which the backward brings, is all that gradients still lack."""
+    return options.reduction != "none" and not options.return_lse
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -61,7 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
         loss_scale = inputs.loss_scale(accumulation_dtype(hidden.dtype))
         ctx.needs = needs
         ctx.set_materialize_grads(False)
-        ctx.gradients_are_made = options.reduction != "none" and not options.return_lse
+        ctx.gradients_are_made = makes_gradients_in_forward(options)
         if ctx.gradients_are_made:
             upstream = loss_scale.expand(inputs.labels.shape) if any(needs) else None
             output, gradients = _Walk(inputs, needs, upstream).run()

@@ -79,7 +79,7 @@ class Options:
           triton.filter_kernels     `tile_gradients`, `tile_item`, `share_item`
 
     - Whether it changes which gradients the forward can make: `plan_for` and `threshold` of
-      `triton.plan`, `ctx.gradients_are_made` of `chunked`, `OperatorCall.step` of
+      `triton.plan`, `makes_gradients_in_forward` of `chunked`, `OperatorCall.step` of
       `compile_operator`.
     - How patched models take it: its line in `PatchSettings` of `hf_patch.settings` makes it a
       keyword, and nothing else has to name it, unless it changes the logits: then `GivenLogitMap`

@@ -210,6 +210,27 @@ def test_a_method_that_ends_the_process_costs_its_own_row_alone(tmp_path):
     assert rows["tiny", "ours"]["state"] == "timed"
 
 
+def test_a_bound_that_ends_the_process_is_not_tried_again(tmp_path):
+    out = tmp_path / "peers.jsonl"
+    runs = []
+
+    def run(shape, methods, args):
+        runs.append(methods)
+        assert len(runs) < 5
+        words = ["--tiny", "--worker", "--out", str(out), "--methods", *methods]
+        if "bound" in all_peers.parse(words).methods:
+            write_states(out, bound="started")
+            return EarlyEnd("the process ended with code -11")
+        write_states(out, ours="timed")
+        return None
+
+    all_peers.measure_shape_apart("tiny", arguments(out, ["ours"]), run)
+    assert runs == [["bound", "ours"], ["ours"]]
+    rows = all_peers.read_lines(out, 0)
+    assert rows["tiny", "bound"]["failed"] == "the process ended with code -11"
+    assert rows["tiny", "ours"]["state"] == "timed"
+
+
 def test_a_crash_while_times_are_taken_costs_one_row(tmp_path):
     """A real process of a shape, in which a method ends the process in its turn to be timed."""
     out = tmp_path / "peers.jsonl"

@@ -64,6 +64,10 @@ def test_a_keyword_that_is_no_option():
         ({"hidden": HIDDEN[:, :7]}, r"\(4, 7\) and \(10, 8\)"),
         ({"weight": WEIGHT[0]}, r"weight \(V, D\)"),
         ({"weight": WEIGHT[:0]}, "at least one row"),
+        (
+            {"hidden": HIDDEN[:, :0], "weight": WEIGHT[:, :0]},
+            r"D of hidden .* 1 or more, not \(4, 0\)",
+        ),
         ({"bias": torch.zeros(9)}, r"bias .*\(10,\), not \(9,\)"),
         ({"labels": LABELS[:3]}, r"\(4,\), not \(3,\)"),
         ({"labels": LABELS.to("meta")}, "labels .*device cpu"),
@@ -212,6 +216,27 @@ def test_explain_names_the_implementation_and_the_reason():
     assert smoothce.explain(HIDDEN, WEIGHT, impl="reference") == "reference: asked for by impl="
     chosen = smoothce.explain(HIDDEN, WEIGHT)
     assert chosen.startswith("chunked: triton is not used because ")
+
+
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        ({}, "no gradient is wanted"),
+        ({"hidden": HIDDEN.clone().requires_grad_()}, "gradients are made in the forward"),
+        (
+            {"hidden": HIDDEN.clone().requires_grad_(), "reduction": "none"},
+            "the backward computes logits a second time",
+        ),
+        (
+            {"hidden": HIDDEN.clone().requires_grad_(), "return_lse": True},
+            "the backward computes logits a second time",
+        ),
+    ],
+    ids=["none", "reduced", "per token", "return_lse"],
+)
+def test_explain_says_how_the_chunked_path_makes_the_gradient(options, way):
+    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "impl": "chunked", **options}
+    assert way in smoothce.explain(**arguments)
 
 
 def guide_to_a_new_option():

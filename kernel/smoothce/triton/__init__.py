@@ -312,8 +312,6 @@ def unsupported(inputs: Inputs) -> str | None:
         if inputs.shard is None:
             return "the vocabulary has fewer than 2 entries"
         return "a rank of process_group has fewer than 2 entries of the vocabulary"
-    if hidden.shape[1] < 1:
-        return "hidden states have no dimensions"
     if inputs.options.logit_scale == 0:
         return "logit_scale is 0"
     return None

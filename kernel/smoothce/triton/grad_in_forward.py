@@ -308,8 +308,16 @@ class GradientSums:
             bias=weight.new_zeros(len(weight), dtype=torch.float32) if call.needs.bias else None,
         )
 
-    def add_products(self, rows: Tensor, states: Tensor, weights: Tensor) -> None:
-        """Add rowsᵀ · states, (n, V) and (n, D), to dC, and weights · rows to the bias's."""
+    def add_products(
+        self,
+        rows: Tensor,  # (n, V)
+        states: Tensor,  # (n, D)
+        weights: Tensor,  # (n,), rounded to the dtype of `rows`
+        bias_divisor: float = 1.0,
+    ) -> None:
+        """Add rowsᵀ · states to dC, and weights · rows / bias_divisor to the bias's.
+
+        The divisor is applied in fp32, where it is not rounded as the weights are."""
         if len(rows) == 0:
             return
         if self.weight is not None:
@@ -322,7 +330,7 @@ class GradientSums:
             else:
                 torch.mm(rows.T, states, out=self.weight)
         if self.bias is not None:
-            self.bias += matmul_fp32(weights.to(rows.dtype)[None], rows)[0]
+            self.bias += matmul_fp32(weights.to(rows.dtype)[None], rows)[0] / bias_divisor
         self.begun = True
 
     def result(self, call: LossCall) -> Gradients:
@@ -383,8 +391,8 @@ class GradientMaker:
         convert_to_dproduct(part.call, part.tokens, token_coefficients, self.workspace.saved, n)
         dproduct = self.workspace.rows(n)
         # The bias is added after the scale, which S has as a factor.
-        weights = torch.ones_like(token_coefficients.softmax[:n]) / inputs.logit_scale
-        self.sums.add_products(dproduct, part.packed[:n], weights)
+        ones = torch.ones_like(token_coefficients.softmax[:n])
+        self.sums.add_products(dproduct, part.packed[:n], ones, bias_divisor=inputs.logit_scale)
         if self.sums.hidden is not None:
             hidden_sums = matmul_fp32(dproduct, inputs.weight)
             write_hidden_from_dproduct(part.tokens, hidden_sums, self.sums.hidden[part.where])

@@ -143,6 +143,23 @@ def test_parts_of_which_one_is_masked(sum_in_fp32, masked, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_the_scale_is_divided_out_of_the_gradient_of_a_bias_in_fp32(monkeypatch):
+    """Under a softcap S has the scale as a factor. 1 / scale lies between two 16-bit numbers here,
+    so that rounding it would move the whole gradient."""
+    planned = plan.GradientPlan("grad_in_forward", "", 16, sum_in_fp32=False)
+    monkeypatch.setattr(plan, "plan_for", lambda call: planned)
+    off = 0.45 * torch.finfo(HALF).eps
+    hidden, weight, labels, bias = inputs(64, 90, 24, HALF, bias=True)
+    options = {"softcap": 5.0, "logit_scale": 1 / (1 + off), "reduction": "sum"}
+    options["needs"] = (False, False, True)
+    exact = gradients(
+        "reference", hidden.double(), weight.double(), labels, bias.double(), **options
+    )[1]
+    found = gradients("triton", hidden, weight, labels, bias.float(), **options)[1].double()
+    factor = (found @ exact) / (exact @ exact)
+    assert abs(factor.item() - 1) < 0.3 * off
+
+
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])
 @pytest.mark.parametrize("mode", [*TRITON_MODES, CHUNKED_MODE])
 def test_the_labels_entries_alone(mode, z_loss):
