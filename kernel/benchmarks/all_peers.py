@@ -56,6 +56,7 @@ from smoothce.bench.measure import (
     measure_error_and_memory,
     measure_times,
     true_gradients,
+    with_masked_share,
 )
 from smoothce.bench.methods import Loss, Method, dense, matrix_products, ours
 from smoothce.bench.table import MISSING, describe_hardware, markdown_table, number
@@ -398,6 +399,8 @@ class GroupRun:
             repeat_began = time.monotonic()
             if timings and repeat_began - self.began + longest_repeat > self.args.limit:
                 break
+            # `measure_times` shuffles what it is given, but by the same seed in each call: without
+            # another order here, every repeat would have the same one.
             order = shuffled.sample(list(to_time.values()), len(to_time))
             measure_times(self.problem, order, 1, self.args.seconds, record_turn)
             longest_repeat = max(longest_repeat, time.monotonic() - repeat_began)
@@ -409,11 +412,7 @@ class GroupRun:
 
 def with_masked_labels(problem: Problem) -> Problem:
     """The same problem with a share of its labels masked."""
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(problem.labels), generator=generator).to(problem.labels.device)
-    labels = problem.labels.clone()
-    labels[order[: int(MASKED * len(labels))]] = peers.IGNORE_INDEX
-    return problem._replace(labels=labels)
+    return problem._replace(labels=with_masked_share(problem.labels, MASKED))
 
 
 def make_measurement(key: str, problem: Problem, label_smoothing: float) -> Measurement:
@@ -484,9 +483,9 @@ class EarlyEnd:
     """Why a shape's process ended before all methods were measured."""
 
     reason: str
-    # From the start of the process, its imports included, until it was ended from outside; None
-    # where it ended by itself.
-    seconds: float | None = None
+    # Seconds from the start of the process, its imports included, until it was ended from outside;
+    # None where it ended by itself.
+    killed_after: float | None = None
 
 
 def run_worker(shape: str, methods: list[str], args: Arguments) -> EarlyEnd | None:
@@ -502,7 +501,7 @@ def run_worker(shape: str, methods: list[str], args: Arguments) -> EarlyEnd | No
     try:
         code = process.wait(args.limit)
     except subprocess.TimeoutExpired:
-        return EarlyEnd(f"no result within {args.limit:g} s", seconds=args.limit)
+        return EarlyEnd(f"no result within {args.limit:g} s", killed_after=args.limit)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -548,33 +547,32 @@ def measure_shape_apart(
 def whose_end(
     latest: PeerRow | None, unfinished: list[str], asked: list[str], ended: EarlyEnd
 ) -> tuple[list[str], str]:
-    """The methods that are given up after a process has ended early, and the reason in their rows.
-
-    - The latest line tells of a method that ran for the first time, or of one that was timed when
-      the process ended by itself or hung: this method ended it, and the others are tried again.
-    - The time was over while methods were timed, and none hung: nobody is to blame, and all would
-      end so again. The rows keep what is known without a clock.
-    - No method ran, and one has finished: the one that broke the GPU has said so in its own row.
-    - No method ran, and none has finished: nobody is to blame, and all would end so again."""
+    """The methods that are given up after a process ended early, and the reason in their rows."""
     if latest is not None and latest["state"] in RUNNING:
-        if not ran_out_of_time(latest, ended):
-            return [latest["contender"]], ended.reason
-        reason = f"not timed: all methods together took {ended.seconds:g} s; raise --limit"
-        return unfinished, reason
+        if ran_out_of_time(latest, ended):
+            # Nobody is to blame, and all would end so again. Rows keep what is known without a
+            # clock.
+            took = f"{ended.killed_after:g} s"
+            return unfinished, f"not timed: all methods together took {took}; raise --limit"
+        # This method ran when the process ended by itself or hung: it is to blame, and the others
+        # are tried again.
+        return [latest["contender"]], ended.reason
+    # No method ran.
     if len(unfinished) < len(asked):
+        # One has finished since: the one that broke the GPU has said so in its own row.
         return [], ended.reason
+    # Nobody is to blame, and all would end so again.
     return unfinished, ended.reason
 
 
 def ran_out_of_time(latest: PeerRow, ended: EarlyEnd) -> bool:
-    """Whether a process was ended while its methods were timed, and the latest of them went on.
-
-    The limit counts from the start of the process and the clock of its lines from the end of its
-    imports. The time since the latest line is therefore read as some seconds too long, for which
-    HANGING leaves room."""
-    if latest["state"] != "timing" or ended.seconds is None:
+    """Whether a process was ended while its methods were timed, and the latest of them went on."""
+    if latest["state"] != "timing" or ended.killed_after is None:
         return False
-    seconds_since_latest_line = ended.seconds - latest["clock"]
+    # These are two clocks: the limit counts from the start of the process, and the clock of its
+    # lines from the end of its imports. So this is some seconds too long, for which HANGING leaves
+    # room.
+    seconds_since_latest_line = ended.killed_after - latest["clock"]
     return seconds_since_latest_line < HANGING
 
 

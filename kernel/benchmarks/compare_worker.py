@@ -24,6 +24,9 @@ import torch
 from torch import Tensor
 
 LANGUAGE = Path(__file__).resolve().parents[1] / "smoothce" / "bench" / "language.py"
+# CONTEXT and MAX_REASON are those of all_peers.py and smoothce/bench/measure.py. They are written
+# out here, since the smoothce that this process imports is another checkout's.
+
 # The standard deviation over the vocabulary of what a position adds to its logits
 # (smoothce/bench/language.py), as in real models.
 CONTEXT = 2.0

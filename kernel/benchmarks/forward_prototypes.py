@@ -43,13 +43,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smoothce import linear_cross_entropy
+from smoothce.bench.__main__ import MODELS
 
 TOKENS = 8192
-SHAPES = {  # V, D
-    "gemma2-2b": (256000, 2304),
-    "llama3-8b": (128256, 4096),
-    "qwen2.5-1.5b": (151936, 1536),
-}
+SHAPES = ("gemma2-2b", "llama3-8b", "qwen2.5-1.5b")  # of `MODELS`
 GROUP = 16  # token tiles that take all blocks of the vocabulary before the next ones come
 DEPTH = 64  # step along D
 WIDTH = 256  # vocabulary entries of a tile
@@ -151,8 +148,8 @@ def load_tiles(
     ROWS: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: it fills the ring with the pieces of every tile of this program."""
-    SHARES: gl.constexpr = 1 if PING_PONG else 2
-    SHARE_ROWS: gl.constexpr = ROWS // SHARES
+    PIECES: gl.constexpr = 1 if PING_PONG else 2
+    PIECE_ROWS: gl.constexpr = ROWS // PIECES
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), (N // ROWS) * BLOCKS, PROGRAMS):
@@ -161,10 +158,10 @@ def load_tiles(
             mbarrier.wait(empty.index(stage), phase)
             barrier = full.index(stage)
             mbarrier.expect(barrier, (ROWS + WIDTH) * DEPTH * 2)
-            for share in gl.static_range(SHARES):
+            for piece in gl.static_range(PIECES):
                 tma.async_copy_global_to_shared(
-                    hidden, [row + share * SHARE_ROWS, column], barrier,
-                    states.index(stage * SHARES + share),
+                    hidden, [row + piece * PIECE_ROWS, column], barrier,
+                    states.index(stage * PIECES + piece),
                 )  # fmt: skip
             tma.async_copy_global_to_shared(weight, [entry, column], barrier, weights.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
@@ -180,15 +177,15 @@ def multiply_tiles(
     ROWS: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Warp group WHICH of two: half the rows of every tile, or with PING_PONG every other tile."""
-    SHARES: gl.constexpr = 1 if PING_PONG else 2
-    SHARE_ROWS: gl.constexpr = ROWS // SHARES
+    PIECES: gl.constexpr = 1 if PING_PONG else 2
+    PIECE_ROWS: gl.constexpr = ROWS // PIECES
     STEPS: gl.constexpr = D // DEPTH
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16]
     )
     first = gl.program_id(0)
     step = PROGRAMS
-    share: gl.constexpr = 0 if PING_PONG else WHICH
+    piece: gl.constexpr = 0 if PING_PONG else WHICH
     stage = 0
     phase = 0
     if PING_PONG:
@@ -203,10 +200,10 @@ def multiply_tiles(
             # Only when the other group has multiplied the tile before this one. The first tile of
             # all has none before it, which the phase of a new barrier says.
             mbarrier.wait(turns.index(WHICH), (turn & 1) ^ (1 - WHICH))
-        logits = warpgroup_mma_init(gl.zeros((SHARE_ROWS, WIDTH), gl.float32, MMA))
+        logits = warpgroup_mma_init(gl.zeros((PIECE_ROWS, WIDTH), gl.float32, MMA))
         for k in range(0, STEPS):
             mbarrier.wait(full.index(stage), phase)
-            tile_states = states.index(stage * SHARES + share)
+            tile_states = states.index(stage * PIECES + piece)
             tile_weights = weights.index(stage).permute((1, 0))
             logits = warpgroup_mma(tile_states, tile_weights, logits, use_acc=k > 0, is_async=True)
             logits = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[logits]))
@@ -231,7 +228,7 @@ def multiply_tiles(
         top = gl.reduce(logits, 1, larger) * FACTOR
         exponentials = gl.exp2(logits * FACTOR - gl.expand_dims(top, 1))
         part = top + gl.log2(gl.reduce(exponentials, 1, add))
-        rows = row + share * SHARE_ROWS + gl.arange(0, SHARE_ROWS, layout=gl.SliceLayout(1, MMA))
+        rows = row + piece * PIECE_ROWS + gl.arange(0, PIECE_ROWS, layout=gl.SliceLayout(1, MMA))
         gl.store(parts + entry // WIDTH * N + rows, part)
 
 
@@ -243,9 +240,9 @@ def gluon_kernel(
     ROWS: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """As `triton_kernel`, with a warp that loads and two warp groups that multiply."""
-    SHARES: gl.constexpr = 1 if PING_PONG else 2
+    PIECES: gl.constexpr = 1 if PING_PONG else 2
     states = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES * SHARES, ROWS // SHARES, DEPTH], hidden.layout
+        gl.bfloat16, [STAGES * PIECES, ROWS // PIECES, DEPTH], hidden.layout
     )
     weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, WIDTH, DEPTH], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -253,7 +250,7 @@ def gluon_kernel(
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=SHARES)
+        mbarrier.init(empty.index(stage), count=PIECES)
     for which in gl.static_range(2):
         mbarrier.init(turns.index(which), count=1)
     gl.warp_specialize(
@@ -386,7 +383,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
     print("| shape | forward | ms | products | error |\n|---|---|---|---|---|")
     for shape in arguments.shapes:
-        time_shape(shape, Problem.of(*SHAPES[shape]))
+        model = MODELS[shape]
+        time_shape(shape, Problem.of(model.vocabulary, model.features))
 
 
 def time_shape(shape: str, problem: Problem) -> None:

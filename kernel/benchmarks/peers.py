@@ -5,8 +5,9 @@
 Each takes (hidden, weight, labels, label_smoothing, softcap=None) and returns the mean loss. The
 decorator `lacks` names the features that a loss does not have. A loss that is called with one of
 these raises ValueError, which `smoothce.bench` prints in its row. `all_peers.py`, which measures
-all of them in one run, asks `features_lacking_of`, and does not call a loss for what it lacks. A
-library is imported when its loss is first called, since some change torch when imported.
+all of them in one run, asks `features_lacking_of`, and does not call a loss for what it lacks, not
+even for "chunked smoothing". A library is imported when its loss is first called, since some change
+torch when imported.
 """
 
 import functools
@@ -24,11 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smoothce.bench.methods import Loss
+from smoothce.bench.methods import IGNORE_INDEX, Loss
 
 Feature = Literal["smoothing", "chunked smoothing", "softcap", "bias"]
 
-IGNORE_INDEX = -100
 TRL_CHUNK = 32768  # entries of the vocabulary at a time, as the trainers of TRL 1.16 take
 QUACK_CHUNK = 4096  # tokens at a time, QuACK's own default
 
@@ -36,8 +36,9 @@ QUACK_CHUNK = 4096  # tokens at a time, QuACK's own default
 def lacks(*features: Feature) -> Callable[[Loss], Loss]:
     """Says which features a loss does not have, and lets it raise ValueError when asked for one.
 
-    What lacks "chunked smoothing" smooths, but only with all logits in memory; it is called with a
-    smoothing all the same. A bias is never asked for."""
+    What lacks "chunked smoothing" smooths, but only with all logits in memory: such a call is let
+    through, and `smoothce.bench` times it. `all_peers.py` times that loss at β = 0. A bias is never
+    asked for."""
 
     def decorate(loss: Loss) -> Loss:
         @functools.wraps(loss)  # type: ignore[arg-type]

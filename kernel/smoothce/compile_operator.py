@@ -221,7 +221,9 @@ def call_operator(tensors: InputTensors, options: dict[str, Any], impl: str) -> 
     """`dispatch.run` in a graph that is being compiled. Options are as the caller gave them."""
     words_and_flags = {}
     for name, value in options.items():
-        if name in FLAGS or type(value) not in (int, float):
+        is_number = type(value) in (int, float)
+        # A flag is checked whatever its type, since 1 is not True.
+        if name in FLAGS or not is_number:
             words_and_flags[name] = value
     mistake = mistake_in(**words_and_flags)
     if mistake is not None:
@@ -356,11 +358,12 @@ def backward(
             **ctx.keywords,
         )
         gradients = OperatorOutputs(*outputs).gradients()
-    of_arguments: dict[str, Tensor | None] = dict.fromkeys(OperatorTensors._fields)
+    # One for each positional argument, in their order.
+    gradient_of: dict[str, Tensor | None] = dict.fromkeys(OperatorTensors._fields)
     for name, needed in ctx.needs._asdict().items():
         if needed:
-            of_arguments[name] = getattr(gradients, name)
-    return tuple(of_arguments.values())
+            gradient_of[name] = getattr(gradients, name)
+    return tuple(gradient_of.values())
 
 
 def _scaled(gradient: Tensor, upstream: Tensor) -> Tensor:

@@ -24,9 +24,10 @@ class Implementation(Protocol):
 
     - A masked token has 0 everywhere and -1 as its argmax (`LossOutput`), and its hidden state may
       hold NaN, which must reach no output and no gradient.
-    - Where every token is masked, or their weights are 0, a mean is 0 and so is its gradient
-      (`Inputs.loss_scale`).
-    - An entry whose bias is −∞ has probability 0, and no part in Σ_v u_v z_v where u_v is 0.
+    - Where every token is masked, or their weights are 0, a mean is 0 and so is its gradient.
+      `Inputs.loss_scale` is finite there; the losses that it multiplies have to be 0.
+    - An entry whose bias is −∞ has no part in Σ_v u_v z_v where u_v is 0. It has probability 0, but
+      not under a softcap, which makes a logit of −softcap of it.
     - A split vocabulary (`inputs.shard`) is served, or refused by `unsupported`. All ranks take
       part in the same collectives, so that they choose by `Inputs.most_rows` and `least_rows`.
     - No gradient is made that is not wanted (`InputTensors.needs`). Each has its input's dtype;
@@ -118,7 +119,8 @@ def _load(name: str) -> Implementation:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    # The warning names the line that called `linear_cross_entropy`, which called `run`.
+    # The warning names the line that called `linear_cross_entropy`, which called `run`: the user's,
+    # or one of this package where the call came through `LinearCrossEntropy` or `token_statistics`.
     warnings.warn(message, stacklevel=4)
 
 

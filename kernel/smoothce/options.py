@@ -324,8 +324,9 @@ class Inputs(NamedTuple):
     def loss_scale(self, dtype: torch.dtype = torch.float32) -> Tensor:  # ()
         """What the reduction multiplies the sum of the tokens' losses by.
 
-        That is 1, or for a mean 1 / (sum of the valid tokens' weights), and 0 where that sum is
-        nothing. It stays on the device, so that nothing waits for the host."""
+        That is 1, or for a mean 1 / (sum of the valid tokens' weights). Where no token is valid it
+        is 1 without token weights and 0 with them, which makes no difference: the losses that it
+        multiplies are all 0. It stays on the device, so that nothing waits for the host."""
         if self.options.reduction != "mean":
             return torch.ones((), dtype=dtype, device=self.labels.device)
         valid = self.valid()
@@ -340,6 +341,26 @@ class TokenStatistics(NamedTuple):
 
     A token labeled `ignore_index` has 0 everywhere, and -1 as its argmax. Floats are fp32, or fp64
     for fp64 inputs.
+
+    Where a new token statistic goes:
+
+    - What users see: a field here, with what it is for a masked token; `format_result` of
+      `linear_cross_entropy`; what it means, in the docstring of `token_statistics`.
+    - What implementations return: a field of `LossOutput`.
+    - How it is found. One that is a sum over the vocabulary, or a largest number of it, has to be
+      joined over blocks, chunks and ranks:
+
+          reference                 `_with_statistics`, the definition
+          vocab_parallel            `TokenLogitSums`, `merge_shards`
+          chunked                   `_empty_output`, `_softmax`, `_write_output`, and what
+                                    `forward` marks as without gradient
+          compile_operator          `OperatorOutputs`, `operator_shapes`
+          triton.forward            `BlockSums`, `forward_kernel`, `finish_kernel`, `empty_sums`,
+                                    `losses_kernel`, `Results`, and the launches in
+                                    `walk_vocabulary`, `join_blocks` and `write_losses`
+          triton                    `TritonLoss`, whose forward returns it
+
+    - Its tests: tests/kernel/test_token_statistics.py.
     """
 
     log_probability: Tensor | None  # of the label; None where there are no labels

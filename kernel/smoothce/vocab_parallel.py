@@ -117,8 +117,8 @@ class TokenLogitSums(NamedTuple):
     smoothing_logit: Tensor  # Σ_v u_v z_v, the mean logit under the smoothing target
     # The rest is there where statistics are asked for.
     expected_logit: Tensor | None = None  # Σ_v p_v z_v, the mean logit under the softmax
-    largest_logit: Tensor | None = None  # the largest logit ...
-    argmax: Tensor | None = None  # ... and its entry in the whole vocabulary, int64
+    largest_logit: Tensor | None = None
+    argmax: Tensor | None = None  # int64, where that is in the whole vocabulary
 
 
 def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:
@@ -128,7 +128,11 @@ def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:
     if mine.expected_logit is None or mine.largest_logit is None or mine.argmax is None:
         columns = torch.stack([mine.lse, mine.label_logit, mine.smoothing_logit])
         lse, label_logit, smoothing_logit = all_gather_stacked(columns, shard).unbind(1)
-        return TokenLogitSums(lse.logsumexp(0), label_logit.sum(0), smoothing_logit.sum(0))
+        return TokenLogitSums(
+            lse=lse.logsumexp(0),
+            label_logit=label_logit.sum(0),
+            smoothing_logit=smoothing_logit.sum(0),
+        )
 
     columns = torch.stack(
         [mine.lse, mine.label_logit, mine.smoothing_logit, mine.expected_logit, mine.largest_logit]

@@ -305,7 +305,7 @@ def time_out_in(out, method, clock, whole_after):
         row = {**all_peers.unmeasured_row("tiny", method), "error_hidden": 1e-3}
         write_states(out, **dict.fromkeys(methods, "measured"))
         all_peers.append_line(out, {**row, "state": "timing", "clock": clock})
-        return EarlyEnd("no result within 300 s", seconds=300)
+        return EarlyEnd("no result within 300 s", killed_after=300)
 
     return run, runs
 
@@ -379,7 +379,7 @@ def test_a_process_that_ends_without_a_culprit_is_not_started_again(tmp_path):
     def run(shape, methods, args):
         runs.append(methods)
         write_states(out, bound="measured")
-        return EarlyEnd("no result within 300 s", seconds=300)
+        return EarlyEnd("no result within 300 s", killed_after=300)
 
     all_peers.measure_shape_apart("tiny", arguments(out, ["ours"]), run)
     assert len(runs) == 1

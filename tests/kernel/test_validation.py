@@ -14,7 +14,7 @@ import torch
 
 import smoothce
 from smoothce import dispatch
-from smoothce.options import LossKeywords, Options
+from smoothce.options import LossKeywords, Options, TokenStatistics
 
 HIDDEN = torch.randn(4, 8)
 WEIGHT = torch.randn(10, 8)
@@ -239,11 +239,11 @@ def test_explain_says_how_the_chunked_path_makes_the_gradient(options, way):
     assert way in smoothce.explain(**arguments)
 
 
-def guide_to_a_new_option():
-    """The names under each module in the guide's tables, by module."""
+def names_in_guide(guide):
+    """The names under each module in the tables of a guide, by module."""
     names: dict[str, set[str]] = {}
     module = None
-    for line in Options.__doc__.splitlines():
+    for line in guide.splitlines():
         row = re.match(r"^ {10}(\S+) +(`.*)$", line)
         continued = re.match(r"^ {20,}(`.*)$", line)
         if row:
@@ -256,9 +256,17 @@ def guide_to_a_new_option():
     return names
 
 
-def test_the_guide_to_a_new_option_names_what_there_is():
-    guide = guide_to_a_new_option()
-    assert {"reference", "chunked", "triton.forward", "triton.filter_kernels"} <= set(guide)
+@pytest.mark.parametrize(
+    ("guide", "modules"),
+    [
+        (Options.__doc__, {"reference", "chunked", "triton.forward", "triton.filter_kernels"}),
+        (TokenStatistics.__doc__, {"reference", "chunked", "triton.forward", "compile_operator"}),
+    ],
+    ids=["option", "token statistic"],
+)
+def test_the_guide_to_a_new_option_or_statistic_names_what_there_is(guide, modules):
+    guide = names_in_guide(guide)
+    assert modules <= set(guide)
     for module, names in guide.items():
         source = inspect.getsource(importlib.import_module(f"smoothce.{module}"))
         for name in names:
@@ -299,7 +307,7 @@ def operands_of(node, owner, in_class=None):
 @pytest.mark.parametrize("names", [("z_loss", "lift"), ("softcap",)], ids="-".join)
 def test_the_guide_to_a_new_option_leaves_nothing_out(names):
     """Whatever computes with an option of each kind is a place for the next one."""
-    guide = guide_to_a_new_option()
+    guide = names_in_guide(Options.__doc__)
     computing = functions_that_compute_with(names)
     assert len(computing) > 5
     missing = {(module, name) for module, name in computing if name not in guide.get(module, ())}

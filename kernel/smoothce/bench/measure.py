@@ -60,7 +60,7 @@ class Row(TypedDict, total=False):
     error_hidden: float  # ‖g − g*‖ / ‖g*‖, where g is dE and g* is that of `true_gradients`
     error_weight: float  # the same of dC; missing where the classifier is frozen
     extra_mb: float  # 10⁶ bytes held at most beyond inputs and gradients; GPUs only
-    product_ms: float  # one product E Cᵀ, the same for all methods of a problem
+    product_ms: float  # one product E Cᵀ, the same for all methods that are timed together
     forward_ms: float  # without a graph, as in an evaluation
     both_ms: float  # forward and backward
     forward_products: float  # forward_ms / product_ms
@@ -101,11 +101,16 @@ def make_problem(
     hidden, weight, labels = language_like(
         tokens, shape.vocabulary, shape.features, context, dtype, device=device
     )
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(device)
-    labels[order[: int(masked * tokens)]] = IGNORE_INDEX
     hidden.requires_grad_()
     weight.requires_grad_(not frozen)
-    return Problem(name, hidden, weight, labels, softcap)
+    return Problem(name, hidden, weight, with_masked_share(labels, masked), softcap)
+
+
+def with_masked_share(labels: Tensor, share: float) -> Tensor:
+    """A copy of the labels (N,) of which this share is masked, always the same ones."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    masked = order[: int(share * len(labels))].to(labels.device)
+    return labels.index_fill(0, masked, IGNORE_INDEX)
 
 
 class Measurement:

@@ -26,7 +26,7 @@ tokens and V entries are
     chunk        of the vocabulary: entries whose S is in memory at a time (`recompute_backward`);
                  in smoothce.chunked: tokens whose logits are in memory at a time
     slice        of D: the columns of a gradient's tile (`filter_kernels`)
-    step         of a loop: the tokens or blocks that one turn of it takes
+    step         of a loop in a kernel: the tokens or blocks that one turn of it takes
     share        of a block's dC: an item of the filter's queue, of one or more slices
 
 How gradients are summed, and in which dtypes:

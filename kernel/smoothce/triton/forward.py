@@ -300,8 +300,8 @@ def losses_kernel(
 
 @dataclass(frozen=True)
 class Results:
-    """What the loss returns of each token, (N,) each, in the caller's order; the last three are
-    the token statistics, where they are asked for."""
+    """What becomes a `LossOutput`, of each token, (N,) each, in the caller's order: losses that are
+    not yet reduced, and in the last three the token statistics, where they are asked for."""
 
     losses: Tensor  # fp32
     lse: Tensor  # fp32

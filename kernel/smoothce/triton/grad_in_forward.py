@@ -394,8 +394,8 @@ class GradientMaker:
         ones = torch.ones_like(token_coefficients.softmax[:n])
         self.sums.add_products(dproduct, part.packed[:n], ones, bias_divisor=inputs.logit_scale)
         if self.sums.hidden is not None:
-            hidden_sums = matmul_fp32(dproduct, inputs.weight)
-            write_hidden_from_dproduct(part.tokens, hidden_sums, self.sums.hidden[part.where])
+            d_hidden_sums = matmul_fp32(dproduct, inputs.weight)
+            write_hidden_from_dproduct(part.tokens, d_hidden_sums, self.sums.hidden[part.where])
 
     def add_from_probabilities(self, part: Part, token_coefficients: Coefficients) -> None:
         """Without a softcap: both products take the probabilities themselves."""
@@ -410,6 +410,7 @@ class GradientMaker:
         if smoothing_rows is not None:
             n = part.n
             smoothing_rows.add(part.packed[:n], token_coefficients.label[:n])
+        # ê sums over all parts, so that the last one alone adds the smoothing term, of every token.
         is_last_part = part.where.stop == self.n_tokens
         if smoothing_rows is not None and is_last_part:
             smoothing_rows.write_factors(states, weights, part.call.inputs.logit_scale)
@@ -453,14 +454,14 @@ class GradientMaker:
         if smoothing_rows is not None and smoothing_rows.mean_weight is None:
             products = matmul_fp32(self.workspace.rows_with_lead(part.n), weight)
             smoothing_rows.take_mean_weight(products)
-            hidden_sums = products[LEAD:]
+            d_hidden_sums = products[LEAD:]
         else:
-            hidden_sums = matmul_fp32(self.workspace.rows(part.n), weight)
+            d_hidden_sums = matmul_fp32(self.workspace.rows(part.n), weight)
         mean_weight = None
         if smoothing_rows is not None:
             mean_weight = smoothing_rows.mean_weight
         write_hidden_from_probabilities(
-            part.call, part.tokens, token_coefficients, hidden_sums, mean_weight, out
+            part.call, part.tokens, token_coefficients, d_hidden_sums, mean_weight, out
         )
 
     def weigh(self, part: Part, token_coefficients: Coefficients) -> tuple[Tensor, Tensor]:

@@ -130,9 +130,9 @@ def recompute_gradients(
     for where, tokens, n_valid in zip(places, state.super_blocks, counts, strict=True):
         super_block_call = call.of_tokens(where)
         packed = packed_again(super_block_call, tokens, n_valid)
-        hidden_sums = None
+        d_hidden_sums = None
         if call.needs.hidden:
-            hidden_sums = torch.zeros(len(packed), d, device=hidden.device, dtype=torch.float32)
+            d_hidden_sums = torch.zeros(len(packed), d, device=hidden.device, dtype=torch.float32)
         if len(packed):
             token_coefficients = coefficients(
                 super_block_call,
@@ -142,12 +142,12 @@ def recompute_gradients(
                 None if upstream_lse is None else upstream_lse[where],
             )
             add_super_block(
-                super_block_call, packed, tokens, token_coefficients, classifier, hidden_sums
+                super_block_call, packed, tokens, token_coefficients, classifier, d_hidden_sums
             )
-        if hidden_sums is not None:
+        if d_hidden_sums is not None:
             if d_hidden is None:  # not before the first super-block's chunk memory is freed
                 d_hidden = torch.empty_like(hidden)
-            write_hidden_from_dproduct(tokens, hidden_sums, d_hidden[where])
+            write_hidden_from_dproduct(tokens, d_hidden_sums, d_hidden[where])
     if classifier.weight is not None and not classifier.begun:
         classifier.weight.zero_()
     if call.needs.hidden and len(hidden) == 0:
@@ -181,7 +181,7 @@ def add_super_block(
     tokens: PackedTokens,
     token_coefficients: Coefficients,
     classifier: ClassifierGradients,  # written, or added to
-    hidden_sums: Tensor | None,  # (n, D) fp32, added to
+    d_hidden_sums: Tensor | None,  # (n, D) fp32, added to
 ) -> None:
     """Add a super-block's gradients, a chunk of the vocabulary at a time."""
     weight = call.inputs.weight
@@ -195,8 +195,8 @@ def add_super_block(
                 classifier.weight[start:stop].addmm_(dproduct.T, packed)
             else:
                 torch.mm(dproduct.T, packed, out=classifier.weight[start:stop])
-        if hidden_sums is not None:
-            add_matmul_fp32(hidden_sums, dproduct, weight[start:stop])
+        if d_hidden_sums is not None:
+            add_matmul_fp32(d_hidden_sums, dproduct, weight[start:stop])
         if classifier.bias is not None:
             sums = dproduct.sum(0, dtype=torch.float32)
             classifier.bias[start:stop] += sums / call.inputs.logit_scale

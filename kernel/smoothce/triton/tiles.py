@@ -94,8 +94,8 @@ def tile_set(dtype: torch.dtype, capability: tuple[int, int], tma: bool) -> Tile
     tiles. The TMA is used on 9.0 alone, where these tiles were measured with it; 10.0 and 12.0 have
     one too, but have not been run.
 
-    What limits them is the shared memory of a block: 227 KB on 9.0 and 10.0, 163 KB on 8.0, and
-    99 KB on 8.6, 8.9 and 12.0 (`tests/kernel/triton/test_shared_memory.py`)."""
+    What limits them is the shared memory of a program (a block of threads): 227 KB on 9.0 and 10.0,
+    163 KB on 8.0, and 99 KB on 8.6, 8.9 and 12.0 (`tests/kernel/triton/test_shared_memory.py`)."""
     tma = tma and capability[0] == 9
     little_memory = capability[0] == 12 or capability in ((8, 6), (8, 9))
     if dtype == torch.float32:
