@@ -37,7 +37,9 @@ How gradients are summed, and in which dtypes:
                          most (whole tiles may make a few more); or in fp32 over the parts and
                          rounded once, where `plan` says so
     dC, others           in fp32 within a super-block of tokens, rounded after each
-    bias's gradient      in fp32, and so it is returned: autograd casts it to the bias's dtype
+    bias's gradient      in fp32, and so it is returned: autograd casts it to the bias's dtype. In
+                         `grad_in_forward` without a softcap the tokens' factors w are rounded to
+                         the input dtype first
 
 "In fp32" holds where PyTorch has products of 16-bit factors in fp32 (`dproduct.HAS_FP32_OUT`). An
 older one rounds each product to the input dtype before it is added.

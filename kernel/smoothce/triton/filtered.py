@@ -9,15 +9,15 @@ where w_ij is the draw's weight, 1 for a kept pair, f_iv is the slope ∂logit/�
 1 + 2ζ lse_i. For a dropped pair of mass P the softmax p_iv f_iv is modelled as P q_v f_v, where the
 profile q is the softmax within the block of the mean hidden state's logits, and f_v their slope. A
 drawn pair has (1−w) P q_v f_v of the model. The smoothing term needs no pairs. So with W_j =
-Σ_{v∈j} q_v f_v C_v, H_j = Σ_{v∈j} u_v f_v C_v, the plan's coefficients m_ij (0, P or (1−w) P), and
-sums Σ_listed over kept and drawn pairs,
+Σ_{v∈j} q_v f_v C_v, H_j = Σ_{v∈j} û_v f_v C_v (where κ û_v = β u_v: see `tokens`), the plan's
+coefficients m_ij (0, P or (1−w) P), and sums Σ_listed over kept and drawn pairs,
 
-    dE_i = Σ_listed R_iv C_v + g_i (lift_i Σ_j m_ij W_j − β Σ_j H_j)
-    dC_v = Σ_listed R_iv E_i + q_v f_v Σ_i m_ij lift_i g_i E_i − β u_v f_v Σ_i g_i E_i
+    dE_i = Σ_listed R_iv C_v + g_i (lift_i Σ_j m_ij W_j − κ Σ_j H_j)
+    dC_v = Σ_listed R_iv E_i + q_v f_v Σ_i m_ij lift_i g_i E_i − κ û_v f_v Σ_i g_i E_i
 
 Without a softcap the gradient is right on average, and each token's sums to zero over the
 vocabulary (but for a z-loss), as the exact one does. Under a softcap the slope differs from token
-to token: there R_iv has −g_i β u_v f_iv too, and the last terms' sums are over dropped pairs alone.
+to token: there R_iv has −g_i κ û_v f_iv too, and the last terms' sums are over dropped pairs alone.
 What stands for the smoothing term of dropped pairs is wrong then, and no draw corrects it: the
 gradient is biased.
 

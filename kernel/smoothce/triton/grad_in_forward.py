@@ -118,13 +118,14 @@ def weigh_kernel(
     valid = token < tl.load(valid_count)
     lse_base2 = tl.load(lses_base2 + token)
     offset_base2 = tl.load(offsets_base2 + token)
-    a = tl.load(softmax_coefficients + token)
-    weight = tl.where(valid, a * tl.exp2(offset_base2 - lse_base2), 0.0)
+    softmax_coefficient = tl.load(softmax_coefficients + token)
+    weight = tl.where(valid, softmax_coefficient * tl.exp2(offset_base2 - lse_base2), 0.0)
     tl.store(weights + token, weight)
     label = tl.load(labels + token)
     if label >= 0:
         # b_i / w_i = (b_i / a_i) 2^(lse_i − o_i), which does not divide by a w_i that underflows.
-        b_over_a = tl.where(a != 0, tl.load(label_coefficients + token) / a, 0.0)
+        label_coefficient = tl.load(label_coefficients + token)
+        b_over_a = tl.where(softmax_coefficient != 0, label_coefficient / softmax_coefficient, 0.0)
         label_probability = tl.exp2(tl.load(label_logits + token) * LOG2E - offset_base2)
         label_probability -= (1.0 - smoothing) * b_over_a * tl.exp2(lse_base2 - offset_base2)
         pointer = memory + token.to(tl.int64) * stride + label
