@@ -84,7 +84,7 @@ class Options:
     - How patched models take it: its line in `PatchSettings` of `hf_patch.settings` makes it a
       keyword, and nothing else has to name it, unless it changes the logits: then `GivenLogitMap`
       and `LogitMap` of `hf_patch.logit_map` and `HeadForward` have it. If it changes what a model
-      is trained on, it counts in `differences_from_upstream` there, and `hf_patch.head_forward` and
+      is trained on, it counts in `_left_out_in_evaluation` there, and `hf_patch.head_forward` and
       `integrations.automodel` leave it out of the loss that evaluation reports. Each module of
       `integrations` names the options it takes. A tensor of one number a token, as `token_weights`,
       is no option but an argument of each call: it would go through `LOSS_ARGUMENTS` of

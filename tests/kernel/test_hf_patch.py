@@ -35,6 +35,7 @@ FAMILIES = [
     "CohereForCausalLM",
     "GraniteForCausalLM",
 ]
+V5 = int(transformers.__version__.split(".")[0]) >= 5
 PRESENT = [name for name in FAMILIES if hasattr(transformers, name)]
 
 
@@ -203,6 +204,57 @@ def test_training_without_the_fused_loss_warns_once(eval_logits):
         patch_model(tiny(), eval_logits=eval_logits).eval()(**data)  # nothing to smooth
         patch_model(tiny(), **options).eval().requires_grad_(False)(**data)  # nothing to train
         model.generate(ids, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("eval_logits", [True, False])
+def test_training_in_evaluation_mode_says_that_the_sum_is_gone(eval_logits):
+    """Times a factor that expects a sum, the mean would train far too weakly."""
+    model = patch_model(tiny(), reduction="sum", eval_logits=eval_logits).eval()
+    with pytest.warns(UserWarning, match=r"without reduction='sum'.*model\.train\(\)"):
+        model(**batch())
+
+
+def test_a_sum_that_liger_would_replace_is_named():
+    from smoothce.hf_patch.settings import differences_from_upstream
+
+    keywords = {"reduction": "sum", "ignore_index": 5}
+    assert differences_from_upstream(keywords) == "reduction='sum', ignore_index=5"
+    assert differences_from_upstream({"reduction": "mean", "ignore_index": -100}) == ""
+
+
+@pytest.mark.parametrize("eval_logits", [True, False])
+@pytest.mark.parametrize("items", [None, 7])
+def test_evaluation_is_a_mean_whatever_the_training_sums(eval_logits, items):
+    """As upstream's, so that it can be compared; `num_items_in_batch` divides, as ever."""
+    if eval_logits and items is not None and not V5:
+        pytest.skip("older models take no num_items_in_batch")
+    model, data = tiny(), batch()
+    want = expected(model, data, 0.0)
+    if items is not None:
+        want = expected(model, data, 0.0, "sum") / items
+        data["num_items_in_batch"] = items
+    patch_model(model, label_smoothing=0.3, reduction="sum", eval_logits=eval_logits).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**data).loss, want.detach())
+
+
+@pytest.mark.parametrize("eval_logits", [True, False])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_evaluation_ignores_the_labels_that_training_ignores(eval_logits, shifted):
+    if eval_logits and shifted and not V5:
+        pytest.skip("older models take no shift_labels")
+    model, data = tiny(), batch()
+    want = expected(model, data, 0.0)
+    ignored = 1  # No sequence has it.
+    assert not (data["labels"] == ignored).any()
+    labels = data["labels"].masked_fill(data["labels"] == -100, ignored)
+    if shifted:
+        data["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
+    data["labels"] = labels
+    patch_model(model, ignore_index=ignored, eval_logits=eval_logits).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing that training would do is left out here
+        torch.testing.assert_close(model(**data).loss, want)
 
 
 def test_warnings_name_the_users_line():
@@ -458,3 +510,12 @@ def test_the_smoothing_target_is_copied_to_the_gpu_once():
         for _ in range(3):
             model(**data).loss.backward()
     assert copied.count(("cpu", "cuda")) == 1
+
+
+@pytest.mark.gpu
+def test_a_count_of_items_on_another_device_is_brought_to_the_loss():
+    """A model may be split by hand, with its head on another device than its inputs."""
+    from smoothce.hf_patch.head_forward import divided
+
+    mean = divided(torch.tensor(6.0), torch.tensor(3, device="cuda"))
+    assert mean == 2 and mean.device.type == "cpu"

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import types
 import warnings
 
 import pytest
@@ -438,9 +439,9 @@ def test_what_is_said_of_the_cap_is_none_a_number_or_nothing():
 
 def test_the_keywords_are_in_the_signature():
     """An option of the loss is a keyword of `patch_model`, and one that editors complete."""
-    from smoothce.hf_patch.settings import OPTION_NAMES, PatchSettings
+    from smoothce.hf_patch.settings import SETTING_OPTIONS, PatchSettings
 
-    assert {*OPTION_NAMES, "logit_scale", "softcap"} <= set(PatchSettings.__annotations__)
+    assert {*SETTING_OPTIONS, "logit_scale", "softcap"} <= set(PatchSettings.__annotations__)
     assert set(inspect.signature(patch_model).parameters) == {
         "model",
         *PatchSettings.__annotations__,
@@ -514,6 +515,68 @@ def test_a_hook_that_only_looks_stays(when):
     torch.testing.assert_close(model(**batch()).loss, expected(tiny(), batch(), 0.1))
 
 
+def test_a_hook_that_looks_by_the_heads_weight_stays_on_a_16_bit_head():
+    """What it is tried with has the head's dtype, as hidden states have."""
+
+    def looks_by_weight(head, args, logits):
+        args[0] @ head.weight.T
+
+    model = tiny().to(torch.bfloat16)
+    model.lm_head.register_forward_hook(looks_by_weight)
+    patch_model(model, label_smoothing=0.1)
+
+
+def test_a_high_cap_is_seen_where_torch_makes_16_bit_tensors():
+    class HighlyCapped(Plain):
+        def logits_of(self, logits):
+            return 4000 * torch.tanh(logits / 4000)
+
+    model = tiny_of(HighlyCapped)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(ValueError, match=r"pass logit_scale=1\.0 and softcap="):
+            patch_model(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_number_of_the_outer_configuration_is_a_candidate_beside_the_inner_one():
+    class OuterScale(Plain):
+        def logits_of(self, logits):
+            return self.config.logit_scale * logits
+
+    model = tiny_of(OuterScale)
+    text_config = copy.deepcopy(model.config)
+    text_config.logit_scale = 0.25
+    model.config.logit_scale = 0.5
+    model.config.get_text_config = lambda *args, **kwargs: text_config
+    patch_model(model)
+    with pytest.raises(
+        ValueError, match=r"config\.logit_scale=0\.5, text_config\.logit_scale=0\.25"
+    ):
+        patch_model(model, logit_scale=0.1)
+
+
+def test_random_states_of_every_kind_of_device_are_kept(monkeypatch):
+    from smoothce.hf_patch.probe import undisturbed
+
+    kept = []
+
+    def fork_rng(devices, device_type=None):
+        kept.append((device_type, [str(device) for device in devices]))
+        return contextlib.nullcontext()
+
+    class OnTwoKinds(torch.nn.Module):
+        def parameters(self, recurse=True):
+            for name in ("cpu", "cuda:0", "xpu:0", "cuda:1"):
+                yield types.SimpleNamespace(device=torch.device(name))
+
+    monkeypatch.setattr("torch.random.fork_rng", fork_rng)
+    with undisturbed(OnTwoKinds()):
+        pass
+    assert ("cuda", ["cuda:0", "cuda:1"]) in kept and ("xpu", ["xpu:0"]) in kept
+
+
 def test_a_pre_hook_that_changes_hidden_states_works_on_both():
     def doubles(head, args):
         return (args[0] * 2, *args[1:])
@@ -562,7 +625,7 @@ def test_a_cap_that_is_changed_under_compile_is_refused():
     torch.testing.assert_close(
         compiled(**batch()).loss, expected(tiny("Gemma2ForCausalLM"), batch(), 0.1)
     )
-    assert model._smoothce_model_forward.gave_training_loss
+    assert model._smoothce_model_forward.gave_loss_in_training
     model.config.final_logit_softcapping = 9.0
     with pytest.raises(ValueError, match="call patch_model again"):
         compiled(**batch())
@@ -926,6 +989,24 @@ def test_a_value_that_is_loaded_outside_later_is_seen(architecture):
     state[name] = torch.linspace(0, 5, VOCABULARY)
     model.load_state_dict(state)
     with pytest.raises(ValueError, match="no scale and cap describe it"):
+        model(**batch())
+
+
+class ScaledBiasOutside(BiasOutside):
+    """Its logits also have a scale of a known name."""
+
+    def logits_of(self, logits):
+        return self.config.logit_scale * super().logits_of(logits)
+
+
+def test_a_scale_that_a_checkpoint_changes_with_a_value_outside_is_refused():
+    """The new value alone would have the model verified once more, with the new scale."""
+    model = tiny_of(ScaledBiasOutside, logit_scale=0.5)
+    model.logit_bias.requires_grad_(False).zero_()
+    patch_model(model, label_smoothing=0.1)
+    model.config.logit_scale = 0.25
+    model.logit_bias.data = torch.zeros(VOCABULARY, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"logit_scale was 0\.5 .* and is 0\.25 now"):
         model(**batch())
 
 

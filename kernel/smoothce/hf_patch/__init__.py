@@ -15,11 +15,15 @@ Compiled code goes the same way, but for what needs Python. While it is compiled
 
 - a model that is not verified yet raises ValueError (`model_forward`), and so does a hook on the
   head that is not known yet (`head_hooks`);
-- scales, caps and the loss function are compared with what was verified, which become guards of the
-  graph; values of frozen tensors are not (`verification.VerifiedLoss`);
+- scales, caps and the loss function are compared with what was verified, and torch makes guards of
+  the graph of these comparisons; values of frozen tensors are not compared
+  (`verification.VerifiedLoss`);
 - a wrapper around the head is not looked for (`fused_forward`), nobody notices what trains around
   the loss (`model_forward.DecoderHook`), and nothing is warned of (`user_warnings`);
 - the loss is one operator of the graph (`smoothce.compile_operator`).
+
+Upstream is transformers here: the model's forward as its class has it. The fused loss is the one
+that a patched head computes without logits, by `linear_cross_entropy` or a function of the user's.
 
 To read, in this order:
 

@@ -91,12 +91,11 @@ def forward_in_slot(module: nn.Module) -> Callable[..., Any]:
     return vars(module).get(forward_slot(module), class_forward(module))
 
 
-def has_foreign_wrapper(module: nn.Module, *own_forwards: Any) -> bool:
-    """Whether the module runs another forward than its own, accelerate's hook apart.
+def runs_another_forward(module: nn.Module, *, than: tuple[Callable[..., Any], ...]) -> bool:
+    """Whether the module runs something else than one of these forwards, accelerate's hook apart.
 
-    `own_forwards` are those that may be there: the class's, a patch, or None for a patch that is
-    not there."""
-    if forward_in_slot(module) not in own_forwards:
+    Somebody has then wrapped or replaced its forward."""
+    if forward_in_slot(module) not in than:
         return True
     if forward_slot(module) == "forward":
         return False
@@ -106,9 +105,10 @@ def has_foreign_wrapper(module: nn.Module, *own_forwards: Any) -> bool:
 
 
 def forward_layers(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """The functions that run when the module is called, the outermost first.
+    """The functions that were put around the class's forward, the outermost first.
 
-    Inner ones are found where a wrapper says what it wraps, as `functools.wraps` has it."""
+    There are none around the forward of a plain module. Inner ones are found where a wrapper says
+    what it wraps, as `functools.wraps` has it."""
     forward = vars(module).get("forward")
     while forward is not None:
         yield getattr(forward, "__func__", forward)

@@ -38,29 +38,29 @@ class LossWatch(TrainerCallback):
         self.model_forward = _model_forward_of(model)
         if self.model_forward is None:
             raise ValueError(
-                "the trainer's model is another one than when patch_trainer was called, and would "
-                "train without its settings: call patch_trainer once the trainer has its model, or "
-                "give callbacks=[SmoothingCallback(label_smoothing=…)]"
+                "the trainer's model is another one than when patch_trainer was called, or is no "
+                "longer patched, and would train without its settings: call patch_trainer once the "
+                "trainer has its model, or give callbacks=[SmoothingCallback(label_smoothing=…)]"
             )
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.model_forward is not None:
-            # The model's now: whoever has unpatched it since does without the loss.
+            # It is asked for anew: whoever has unpatched the model since does without the loss.
             self.model_forward = ModelForward.of(self.model_forward.causal)
         if self.model_forward is not None:
-            self.model_forward.gave_training_loss = False
+            self.model_forward.gave_loss_in_training = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model_forward = self.model_forward
-        if model_forward is None or model_forward.gave_training_loss:
+        if model_forward is None or model_forward.gave_loss_in_training:
             return
         if ModelForward.of(model_forward.causal) is not model_forward:  # unpatched within the step
             return
-        settings = model_forward.head_forward.settings
+        settings = model_forward.fused.head_forward.settings
         if settings.differs_from_upstream():
             raise ValueError(
                 "the trainer's step did not ask the model for its loss (a compute_loss_func, or a "
@@ -83,12 +83,12 @@ class SmoothingCallback(LossWatch):
     """
 
     @shows_settings(required=("label_smoothing",))
-    def __init__(self, **settings: Unpack[PatchSettings]) -> None:
-        if "label_smoothing" not in settings:
+    def __init__(self, **keywords: Unpack[PatchSettings]) -> None:
+        if "label_smoothing" not in keywords:
             raise TypeError("SmoothingCallback needs label_smoothing=")
-        refuse_ignore_index(settings)
+        refuse_ignore_index(keywords)
         super().__init__()
-        self.settings = settings
+        self.keywords = keywords
 
     def on_init_end(
         self,
@@ -99,7 +99,7 @@ class SmoothingCallback(LossWatch):
         **kwargs: Any,
     ) -> None:
         self._check(args)
-        patch_model(model, **self.settings)
+        patch_model(model, **self.keywords)
 
     def on_train_begin(
         self,
@@ -112,29 +112,29 @@ class SmoothingCallback(LossWatch):
         """Look at the model once more, which `model_init` has made anew, and others may change."""
         self._check(args)
         if _model_forward_of(model) is None:
-            _patch_prepared(model, self.settings)
+            _patch_prepared(model, self.keywords)
         self.model_forward = _model_forward_of(model)
         assert self.model_forward is not None  # patch_model has made it
         other = other_loss_of(self.model_forward.causal)
         if other is not None:
-            lost = self.model_forward.head_forward.settings.differences()
+            differences = self.model_forward.fused.head_forward.settings.differences()
             raise ValueError(
                 f"{other} has given the model a loss of its own, without SmoothingCallback's "
-                f"{lost or 'settings'}"
+                f"{differences or 'settings'}"
             )
 
     def _check(self, args: TrainingArguments) -> None:
-        lost = differences_from_upstream(self.settings) or "label_smoothing=0"
+        shown_settings = differences_from_upstream(self.keywords) or "label_smoothing=0"
         if args.label_smoothing_factor != 0:
             raise ValueError(
                 f"label_smoothing_factor={args.label_smoothing_factor:g} would smooth dense logits "
-                f"beside SmoothingCallback's {lost}: leave the factor at 0"
+                f"beside SmoothingCallback's {shown_settings}: leave the factor at 0"
             )
         if any(base.__module__.startswith("trl.") for base in type(args).__mro__):
             raise ValueError(
                 "TRL's trainers compute losses of their own, without SmoothingCallback's "
-                f"{lost}: for SFTTrainer, call smoothce.patch_trainer(trainer, {lost}) once it is "
-                "made"
+                f"{shown_settings}: for SFTTrainer, call smoothce.patch_trainer(trainer, "
+                f"{shown_settings}) once it is made"
             )
         refuse_arguments(args)
 
@@ -148,10 +148,10 @@ def _model_forward_of(model: nn.Module) -> ModelForward | None:
     return None
 
 
-def _patch_prepared(model: nn.Module, settings: PatchSettings) -> None:
+def _patch_prepared(model: nn.Module, keywords: PatchSettings) -> None:
     """Patch a model that accelerate may have prepared for training in mixed precision already."""
     with _autocast_outermost(unwrapped(model)):
-        patch_model(model, **settings)
+        patch_model(model, **keywords)
 
 
 @contextlib.contextmanager
@@ -162,7 +162,7 @@ def _autocast_outermost(causal: CausalModel) -> Iterator[None]:
     if inner_forward is None:
         yield
         return
-    # Only what accelerate has prepared needs it.
+    # Only a model that accelerate has prepared gets here, so that it is installed.
     from accelerate.utils import convert_outputs_to_fp32
     from accelerate.utils.modeling import get_mixed_precision_context_manager
 
@@ -178,5 +178,6 @@ def _autocast_outermost(causal: CausalModel) -> Iterator[None]:
         causal._original_forward = inner_forward
         raise
     causal._original_forward = causal.forward
+    # A Trainer gives its accelerator no AutocastKwargs, so that native_amp says all there is.
     autocast = get_mixed_precision_context_manager(native_amp=True)
     causal.forward = convert_outputs_to_fp32(autocast(causal.forward))

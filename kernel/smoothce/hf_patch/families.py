@@ -71,6 +71,7 @@ SIZES = {
     **dict.fromkeys(DIVISORS, 6.0),  # which are among the scales
 }
 ALTERNATING = ["sliding_attention", "full_attention"]
+ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
 # What some families need beside, or instead (None: left as the configuration has it).
 ADJUSTMENTS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"mamba_n_heads": 8, "mamba_d_head": 8},
@@ -82,14 +83,11 @@ ADJUSTMENTS: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"num_heads": 8, "expand": 2},
     "ReformerModelWithLMHead": {"attn_layers": ["local"] * 2, "axial_pos_embds": False},
     "XmodForCausalLM": {"default_language": "en_XX"},
-    "Zamba2ForCausalLM": {"mamba_headdim": 8, "n_mamba_heads": 8},
-    "ZambaForCausalLM": {},
+    "Zamba2ForCausalLM": {**ZAMBA, "mamba_headdim": 8, "n_mamba_heads": 8},
+    "ZambaForCausalLM": ZAMBA,
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "xLSTMForCausalLM": {"head_dim": None},
 }
-for _name in ("ZambaForCausalLM", "Zamba2ForCausalLM"):
-    ADJUSTMENTS[_name] |= {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
-
 
 NOT_BUILT = "not built"  # how the reason of a class begins that could not be built or run
 
@@ -189,9 +187,8 @@ def verdict(name: str, label_smoothing: float = 0.1, **settings: Any) -> Verdict
         return Verdict(name, False, reason=f"{NOT_BUILT}: {reason}")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "error", message="patch_model verifies"
-            )  # put off: not accepted
+            # A class whose verification is put off counts as not accepted.
+            warnings.filterwarnings("error", message="patch_model verifies")
             patch_model(model, label_smoothing=label_smoothing)
         loss = seeded_outputs(model, batch()).loss
     except (TypeError, ValueError, UserWarning) as error:

@@ -13,13 +13,13 @@ from smoothce.hf_patch.anatomy import (
     class_forward,
     config_of,
     decoder_of,
-    has_foreign_wrapper,
+    runs_another_forward,
 )
 from smoothce.hf_patch.head_forward import HeadForward, LossAndStatistics, divided
 from smoothce.hf_patch.outputs import (
     OutputClass,
     auxiliary_loss,
-    refuse_summed_router,
+    refuse_sum_beside_auxiliary_loss,
     weighted_auxiliary_loss,
 )
 from smoothce.hf_patch.trl import trl_output
@@ -41,7 +41,7 @@ class FusedForward:
 
     @property
     def head(self) -> nn.Linear:
-        """The model's head at this moment."""
+        """The model's head at this moment: the patched one, unless it was replaced since."""
         return getattr(self.causal, self.head_name)
 
     @property
@@ -56,7 +56,7 @@ class FusedForward:
             )
         if torch.compiler.is_compiling():
             return head_forward
-        if has_foreign_wrapper(head, head_forward):
+        if runs_another_forward(head, than=(head_forward,)):
             raise TypeError(
                 f"{self.head_name}.forward was wrapped after patch_model; remove the wrapper, "
                 "which would get the loss in the place of logits"
@@ -72,12 +72,12 @@ class FusedForward:
         inputs: dict[str, Any],
         output_class: OutputClass,
         *,
-        training_loss: bool,
+        as_in_training: bool,
         for_trl: bool = False,
     ) -> Any:
         """The outputs for upstream's arguments by name, labels among them; logits are None.
 
-        `training_loss` is False for the loss that evaluation reports (`HeadForward`).
+        `as_in_training` is False for the loss that evaluation reports (`HeadForward`).
         The outputs are of upstream's class, or `for_trl` what TRL asks for. Raises ValueError for
         arguments that a loss without logits cannot serve."""
         causal = self.causal
@@ -95,11 +95,13 @@ class FusedForward:
             labels = F.pad(loss_inputs["labels"][..., 1:], (0, 1), value=options.ignore_index)
         divisor = loss_inputs["num_items_in_batch"]
         if for_trl:
-            return self._outputs_for_trl(hidden, labels, divisor, auxiliary, training_loss)
+            return self._outputs_for_trl(
+                hidden, labels, divisor, auxiliary, as_in_training=as_in_training
+            )
         if auxiliary is not None:
-            refuse_summed_router(options.reduction)
+            refuse_sum_beside_auxiliary_loss(options.reduction)
         loss: Tensor = self.head(
-            hidden, labels=labels, divisor=divisor, training_loss=training_loss
+            hidden, labels=labels, divisor=divisor, as_in_training=as_in_training
         )
         loss = _with_auxiliary(causal, loss, auxiliary)
         outputs = output_class.make(loss, auxiliary, decoder_outputs)
@@ -113,18 +115,17 @@ class FusedForward:
         labels: Tensor,  # (B, T), shifted
         divisor: Tensor | int | None,
         auxiliary: Tensor | None,  # ()
-        training_loss: bool,
+        *,
+        as_in_training: bool,
     ) -> Any:
         result: LossAndStatistics = self.head(
-            hidden, labels=labels, training_loss=training_loss, with_statistics=True
+            hidden, labels=labels, as_in_training=as_in_training, with_statistics=True
         )
         valid = result.labels != self.head_forward.settings.options.ignore_index
         if divisor is None:
             divisor = valid.sum()
-        if isinstance(divisor, Tensor):  # which may be on another GPU than the head
-            divisor = divisor.to(result.loss.device)
-        mean = _with_auxiliary(self.causal, divided(result.loss, divisor), auxiliary)
-        return trl_output(result, valid, mean, auxiliary)
+        mean_loss = _with_auxiliary(self.causal, divided(result.loss, divisor), auxiliary)
+        return trl_output(result, valid, mean_loss, auxiliary)
 
 
 def _with_auxiliary(causal: CausalModel, loss: Tensor, auxiliary: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from smoothce.hf_patch.logit_map import LogitMap
-from smoothce.hf_patch.settings import OPTION_NAMES, LossFunction, LossSettings
+from smoothce.hf_patch.settings import SETTING_OPTIONS, LossFunction, LossSettings
 from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import TokenStatistics
 
@@ -25,11 +25,12 @@ class HeadForward:
     FSDP2 and ZeRO-3 gather the head's weight around a call of the head. That is why `logits`,
     `loss` and `loss_and_statistics` are all reached by calling it.
 
-    The caller says by `training_loss` which loss it wants: that of the settings, or, where it is
-    False, the one that evaluation reports: cross-entropy without smoothing, without z-loss and
-    without a loss of the caller's own. A patched model goes by its mode, `model.training`, so that
-    it follows `model.train()` and `model.eval()`. The losses of `smoothce.integrations` have no
-    mode, and go by whether gradients are on.
+    The caller says by `as_in_training` which loss it wants: that of the settings, or, where it is
+    False, the one that evaluation reports. That is upstream's: the mean cross-entropy, without
+    smoothing, z-loss or a loss of the caller's own, whatever the settings' reduction. Only labels
+    that the settings ignore are ignored there too. A patched model goes by its mode,
+    `model.training`, so that it follows `model.train()` and `model.eval()`. The losses of
+    `smoothce.integrations` have no mode, and go by whether gradients are on.
     """
 
     ATTRIBUTE = "_smoothce_head_forward"  # under which a patched head keeps it
@@ -49,9 +50,11 @@ class HeadForward:
     def __call__(
         self,
         hidden: Tensor,  # (B, T, D)
+        *,
         labels: Tensor | None = None,  # (B, T), shifted
-        divisor: Tensor | int | None = None,  # of a mean, instead of the number of valid labels
-        training_loss: bool = True,
+        # A mean's, instead of the number of valid labels: upstream's `num_items_in_batch`.
+        divisor: Tensor | int | None = None,
+        as_in_training: bool = True,
         with_statistics: bool = False,
     ) -> Tensor | LossAndStatistics:
         """Logits (B, T, V) without labels; with labels the loss, (), or `with_statistics` a
@@ -60,68 +63,74 @@ class HeadForward:
             return self.logits(hidden)
         labels = labels.to(hidden.device)
         if with_statistics:
-            return self.loss_and_statistics(hidden, labels, training_loss)
-        return self.loss(hidden, labels, divisor, training_loss)
+            return self.loss_and_statistics(hidden, labels, as_in_training=as_in_training)
+        return self.loss(hidden, labels, divisor, as_in_training=as_in_training)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the head computes unpatched, (B, T, V)."""
         return type(self.head).forward(self.head, hidden)
 
     def loss(
-        self, hidden: Tensor, labels: Tensor, divisor: Tensor | int | None, training_loss: bool
+        self, hidden: Tensor, labels: Tensor, divisor: Tensor | int | None, *, as_in_training: bool
     ) -> Tensor:
-        """The loss, (), reduced as the settings say; `divisor` is a mean's alone."""
-        reduction = self.settings.options.reduction
+        """The loss, (), in training reduced as the settings say; `divisor` is a mean's alone."""
+        reduction = self.settings.options.reduction if as_in_training else "mean"
         if reduction == "mean" and divisor is not None:
-            return divided(self._reduced(hidden, labels, "sum", training_loss), divisor)
-        return self._reduced(hidden, labels, reduction, training_loss)
+            summed = self._reduced(hidden, labels, "sum", as_in_training=as_in_training)
+            return divided(summed, divisor)
+        return self._reduced(hidden, labels, reduction, as_in_training=as_in_training)
 
     def loss_and_statistics(
-        self, hidden: Tensor, labels: Tensor, training_loss: bool
+        self, hidden: Tensor, labels: Tensor, *, as_in_training: bool
     ) -> LossAndStatistics:
         """The summed loss beside each token's statistics.
 
         A loss of the caller's own gives none. Then a pass without gradients gives them."""
-        if training_loss and self.settings.given_loss is not None:
-            summed = self._reduced(hidden, labels, "sum", training_loss)
+        if as_in_training and self.settings.given_loss is not None:
+            summed = self._reduced(hidden, labels, "sum", as_in_training=True)
             with torch.no_grad():
-                _, statistics = self._fused(hidden, labels, "sum", False, return_statistics=True)
+                _, statistics = self._linear_cross_entropy(
+                    hidden, labels, "sum", as_in_training=False, return_statistics=True
+                )
         else:
-            summed, statistics = self._fused(
-                hidden, labels, "sum", training_loss, return_statistics=True
+            summed, statistics = self._linear_cross_entropy(
+                hidden, labels, "sum", as_in_training=as_in_training, return_statistics=True
             )
         return LossAndStatistics(summed, statistics, labels)
 
     def _reduced(
-        self, hidden: Tensor, labels: Tensor, reduction: str, training_loss: bool
+        self, hidden: Tensor, labels: Tensor, reduction: str, *, as_in_training: bool
     ) -> Tensor:
         given_loss = self.settings.given_loss
-        if not training_loss or given_loss is None:
-            return self._fused(hidden, labels, reduction, training_loss)
+        if not as_in_training or given_loss is None:
+            return self._linear_cross_entropy(
+                hidden, labels, reduction, as_in_training=as_in_training
+            )
         valid = labels != self.settings.options.ignore_index
-        # A mean over nothing would be NaN, which a product with 0 does not take away. So the
-        # function then gets labels that count, and their mean is multiplied by 0.
+        # A mean over nothing would be NaN, which a product with 0 does not take away. So where no
+        # label counts the function gets label 0 everywhere, and its mean is multiplied by 0.
         some_labels = torch.where(valid.any(), labels, torch.zeros_like(labels))
         mean = self._given_mean(given_loss, hidden, some_labels)
         if reduction == "mean":
             return mean * valid.any()
         return mean * valid.sum()
 
-    def _fused(
+    def _linear_cross_entropy(
         self,
         hidden: Tensor,
         labels: Tensor,
         reduction: str,
-        training_loss: bool,
+        *,
+        as_in_training: bool,
         return_statistics: bool = False,
     ) -> Any:
         """`linear_cross_entropy` with the settings: a loss, or with statistics the two."""
-        keywords = {name: getattr(self.settings.options, name) for name in OPTION_NAMES}
-        keywords["reduction"] = reduction
+        options = {name: getattr(self.settings.options, name) for name in SETTING_OPTIONS}
+        options["reduction"] = reduction
         logit_map = self._verified_map()
-        if not training_loss:
-            keywords["label_smoothing"] = 0.0
-            keywords["z_loss"] = 0.0
+        if not as_in_training:
+            options["label_smoothing"] = 0.0
+            options["z_loss"] = 0.0
         return linear_cross_entropy(
             hidden,
             self.head.weight,
@@ -132,7 +141,7 @@ class HeadForward:
             smoothing_target=self._smoothing_target_on(hidden.device),
             return_statistics=return_statistics,
             impl=self.settings.impl,
-            **keywords,
+            **options,
         )
 
     def _verified_map(self) -> LogitMap:
@@ -176,5 +185,9 @@ class HeadForward:
 
 
 def divided(summed: Tensor, divisor: Tensor | int) -> Tensor:
-    """A mean, which of nothing is 0 and not NaN."""
-    return summed / (divisor + (divisor == 0))
+    """A mean, (), which of nothing is 0 and not NaN."""
+    if isinstance(divisor, Tensor):
+        # It may be on another GPU than the head, where a model is split over several.
+        divisor = divisor.to(summed.device)
+        return summed / torch.where(divisor == 0, 1, divisor)
+    return summed / (1 if divisor == 0 else divisor)

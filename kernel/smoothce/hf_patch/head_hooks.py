@@ -67,9 +67,9 @@ def _shards(hook: Hook) -> bool:
 def _changes_logits(head: nn.Linear, hook: Hook, takes_keywords: bool) -> bool:
     """Whether a forward hook gives or makes other logits than a ramp that it gets."""
     # Not `head.weight`: under ZeRO-3, reading it outside the head's forward would gather it.
-    device = next(head.parameters()).device
-    hidden = torch.zeros(1, 2, head.in_features, device=device)
-    ramp = ramp_like(torch.empty(1, 2, head.out_features, device=device))
+    parameter = next(head.parameters())
+    hidden = torch.zeros(1, 2, head.in_features, dtype=parameter.dtype, device=parameter.device)
+    ramp = ramp_like(torch.empty(1, 2, head.out_features, device=parameter.device))
     logits = ramp.clone()
     mode = head.training
     head.training = True

@@ -147,12 +147,19 @@ def _holders(causal: CausalModel) -> list[Any]:
 
 
 def numbers_by_name(causal: CausalModel) -> dict[str, float]:
-    """The scales and caps that are there: `config.logit_scale`, or of the model `logit_scale`."""
+    """The scales and caps that are there, by their places.
+
+    These are `config.logit_scale`, `text_config.logit_scale` of the text configuration where that
+    is another one, or `logit_scale` of the model itself."""
     numbers = {}
     for attribute in read_scales_and_caps(causal):
         if is_number(attribute.value):
-            is_models_own = attribute.holder is causal
-            place_and_name = attribute.name if is_models_own else f"config.{attribute.name}"
+            if attribute.holder is causal:
+                place_and_name = attribute.name
+            elif attribute.holder is config_of(causal):
+                place_and_name = f"config.{attribute.name}"
+            else:
+                place_and_name = f"text_config.{attribute.name}"
             numbers[place_and_name] = float(attribute.value)
     return numbers
 
@@ -177,13 +184,18 @@ def candidates(numbers: dict[str, float], given: GivenLogitMap) -> list[LogitMap
 
 
 def ramp_like(head_output: Tensor) -> Tensor:
-    """fp32 numbers from −200 to 200 in the shape of a head's output, every row over all of them.
+    """One ramp of numbers from −200 to 200 in the shape of a head's output.
 
-    fp32, whatever the head's dtype, so that what a forward does to them shows to 1e-5."""
+    Each row goes from one end to the other, by numbers of its own. They are fp32, whatever the
+    head's dtype, so that what a forward does to them shows to 1e-5."""
     entries = head_output.shape[-1]
     rows = head_output.numel() // entries
-    numbers = torch.linspace(-RAMP_END, RAMP_END, entries * rows, device=head_output.device)
-    return numbers.view(entries, rows).T.reshape(head_output.shape)
+    ramp = torch.linspace(
+        -RAMP_END, RAMP_END, entries * rows, dtype=torch.float32, device=head_output.device
+    )
+    # The ramp is dealt out to the rows in turn: row r has its numbers r, r + rows, r + 2 rows, …
+    numbers_of_rows = ramp.view(entries, rows).T
+    return numbers_of_rows.reshape(head_output.shape)
 
 
 def fitted(ramp: Tensor, logits: Tensor, precision: float) -> LogitMap:

@@ -17,18 +17,20 @@ from smoothce.hf_patch.fused_forward import FusedForward
 from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.head_hooks import HeadHooks
 from smoothce.hf_patch.outputs import wants_auxiliary_loss
+from smoothce.hf_patch.settings import UPSTREAMS_IGNORE_INDEX
 from smoothce.hf_patch.user_warnings import warn_user_once
 from smoothce.hf_patch.verification import CannotRun, VerifiedLoss, verify
 
 
 class ModelForward:
-    """A patched model's forward: `FusedForward`, or upstream's where no loss is asked for.
+    """A patched model's forward: `FusedForward` in training with labels, and else upstream's.
 
     Upstream is transformers, whose forward of the model's class still runs without labels, and in
-    evaluation. Its signature stays, by which Trainers pick columns.
+    evaluation, unless that is to do without logits. Its signature stays, by which Trainers pick
+    columns.
 
     Two attributes say what happens around it: `is_running`, while it runs, for `DecoderHook`; and
-    `gave_training_loss`, which `callback.LossWatch` takes back when an update begins, to see
+    `gave_loss_in_training`, which `callback.LossWatch` takes back when an update begins, to see
     whether the update has asked for the loss."""
 
     ATTRIBUTE = "_smoothce_model_forward"  # under which a patched model keeps it
@@ -39,10 +41,11 @@ class ModelForward:
         self.fused = FusedForward(causal, head_name)
         self.verified: VerifiedLoss | None = None  # None: the model could not run until now
         self.is_running = False
-        self.gave_training_loss = False
+        self.gave_loss_in_training = False
         self.head_hooks = HeadHooks()
-        self.installed_head: nn.Module | None = None  # which patch_model has patched
-        self.decoder_hook: RemovableHandle | None = None  # of the decoder's DecoderHook
+        # `patch_model` fills these two when it puts the forwards in place.
+        self.installed_head: nn.Module | None = None
+        self.decoder_hook: RemovableHandle | None = None
         self.warnings_given: set[str] = set()
         # As an attribute of the object: one of the class would be taken for the class's own.
         self.__signature__ = inspect.signature(class_forward(causal))
@@ -52,13 +55,9 @@ class ModelForward:
         """The one that `patch_model` has put on this model, if any."""
         return vars(causal).get(cls.ATTRIBUTE)
 
-    @property
-    def head_forward(self) -> HeadForward:
-        """The head's. Raises TypeError where the head was replaced or wrapped since."""
-        return self.fused.head_forward
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In compiled code too, which may go on in Python when it comes to the decoder.
+        # DecoderHook reads this. It is set in compiled code as well: where the graph breaks, the
+        # decoder is called from Python, and its hook is not compiled away.
         self.is_running = True
         try:
             return self._fused_or_upstream(*args, **kwargs)
@@ -81,15 +80,31 @@ class ModelForward:
         if not causal.training and not for_trl:
             self._warn_where_evaluation_trains()
             head_forward = HeadForward.of(self.fused.head)
-            if head_forward is None or head_forward.settings.eval_logits:
+            if head_forward is None:  # somebody has put in another head since
                 return type(causal).forward(causal, *args, **kwargs)
+            if head_forward.settings.eval_logits:
+                ignore_index = head_forward.settings.options.ignore_index
+                return self._evaluate_upstream(inputs, ignore_index)
         verified = self._verified_for(inputs)
         self.head_hooks.admit(self.fused.head, self.head_name)
         if causal.training:
-            self.gave_training_loss = True
+            self.gave_loss_in_training = True
         return self.fused(
-            inputs, verified.output_class, training_loss=causal.training, for_trl=for_trl
+            inputs, verified.output_class, as_in_training=causal.training, for_trl=for_trl
         )
+
+    def _evaluate_upstream(self, inputs: dict[str, Any], ignore_index: int) -> Any:
+        """Upstream's forward, with logits, of the labels that count in training.
+
+        A call that says by itself which label to ignore is upstream's as it stands."""
+        inputs_of_upstream = dict(inputs)
+        if ignore_index != UPSTREAMS_IGNORE_INDEX and inputs.get("ignore_index") is None:
+            for name in ("labels", "shift_labels"):
+                labels = inputs.get(name)
+                if labels is not None:
+                    ignored = labels == ignore_index
+                    inputs_of_upstream[name] = labels.masked_fill(ignored, UPSTREAMS_IGNORE_INDEX)
+        return type(self.causal).forward(self.causal, **inputs_of_upstream)
 
     def _verified_for(self, inputs: dict[str, Any]) -> VerifiedLoss:
         """What was verified, if it covers this call; else the model is verified for this call.
@@ -97,9 +112,13 @@ class ModelForward:
         Raises ValueError where the model's loss is not, or is no longer, the fused one."""
         verified = self.verified
         with_auxiliary_loss = wants_auxiliary_loss(self.causal, inputs)
-        if verified is None or verified.is_outdated():
+        if verified is None:
             return self._verify(with_auxiliary_loss)
-        verified.check_unchanged()
+        # A scale's or another attribute's new value is somebody's mistake: it raises.
+        verified.raise_where_changed()
+        # A frozen tensor's new value is a checkpoint's: the model is looked at again.
+        if verified.needs_verifying_again():
+            return self._verify(with_auxiliary_loss)
         if with_auxiliary_loss and not verified.has_auxiliary_loss:
             return self._verify(with_auxiliary_loss)
         return verified
@@ -112,7 +131,7 @@ class ModelForward:
                 f"{name} could not be verified when it was patched, and is compiled now: call it "
                 f"once, in training mode with labels{router}, before torch.compile"
             )
-        head_forward = self.head_forward
+        head_forward = self.fused.head_forward
         try:
             verified = verify(
                 self.fused,
@@ -129,16 +148,20 @@ class ModelForward:
         return verified
 
     def _warn_where_evaluation_trains(self) -> None:
-        """`from_pretrained` returns models in evaluation mode, which would train unsmoothed."""
+        """`from_pretrained` returns models in evaluation mode, which would train without what the
+        settings ask for."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         head_forward = HeadForward.of(self.fused.head)
-        if head_forward is None or not head_forward.settings.differs_from_upstream():
+        if head_forward is None:
+            return
+        left_out = head_forward.settings.left_out_in_evaluation()
+        if left_out == "":
             return
         if any(parameter.requires_grad for parameter in self.causal.parameters()):
             self.warn(
                 "a patched model in evaluation mode, as from_pretrained returns it, has its "
-                "loss without smoothing: call model.train(), or evaluate under torch.no_grad()"
+                f"loss without {left_out}: call model.train(), or evaluate under torch.no_grad()"
             )
 
     def warn(self, message: str) -> None:
@@ -165,7 +188,7 @@ class DecoderHook:
             return
         if _a_patched_forward_runs(decoder) or _in_backward():
             return
-        settings = self.model_forward.head_forward.settings
+        settings = self.model_forward.fused.head_forward.settings
         other = other_loss_of(self.model_forward.causal)
         if other is not None and settings.differs_from_upstream():
             raise ValueError(

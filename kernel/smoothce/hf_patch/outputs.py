@@ -43,7 +43,7 @@ class OutputClass:
 
 
 def wants_auxiliary_loss(causal: CausalModel, inputs: dict[str, Any]) -> bool:
-    """Whether a call with these arguments, or the configuration, asks for a mixture's loss."""
+    """Whether this call's arguments, or the configuration, ask for a mixture's auxiliary loss."""
     wanted = inputs.get("output_router_logits")
     if wanted is None:
         wanted = getattr(config_of(causal), "output_router_logits", False)
@@ -51,12 +51,13 @@ def wants_auxiliary_loss(causal: CausalModel, inputs: dict[str, Any]) -> bool:
 
 
 def auxiliary_loss(causal: CausalModel, outputs: Any, inputs: dict[str, Any]) -> Tensor | None:
-    """The load-balancing loss of a mixture of experts, (), where it is asked for.
+    """The auxiliary loss of a mixture of experts, (), where it is asked for.
 
-    Raises ValueError for a mixture whose load-balancing function is not known."""
+    Raises ValueError for a mixture whose function for it is not known."""
     if not wants_auxiliary_loss(causal, inputs) or not hasattr(outputs, "router_logits"):
         return None
-    for base in class_of(causal).__mro__:  # of a subclass it is beside the class it is made from
+    # transformers' function is beside its class. A subclass of a user's own is in another module.
+    for base in class_of(causal).__mro__:
         modeling = sys.modules[base.__module__]
         if hasattr(modeling, "load_balancing_loss_func"):
             return modeling.load_balancing_loss_func(
@@ -76,7 +77,7 @@ def weighted_auxiliary_loss(causal: CausalModel, auxiliary: Tensor) -> Tensor:
     return causal.router_aux_loss_coef * auxiliary
 
 
-def refuse_summed_router(reduction: str) -> None:
+def refuse_sum_beside_auxiliary_loss(reduction: str) -> None:
     """Raises ValueError for a sum of tokens' losses beside an auxiliary loss."""
     if reduction == "sum":
         raise ValueError(

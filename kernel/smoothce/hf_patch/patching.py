@@ -13,21 +13,21 @@ from smoothce.hf_patch.anatomy import (
     decoder_of,
     forward_layers,
     forward_slot,
-    has_foreign_wrapper,
     head_name_of,
     restore_class_forward,
+    runs_another_forward,
     unwrapped,
 )
 from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.model_forward import DecoderHook, ModelForward
-from smoothce.hf_patch.outputs import refuse_summed_router
+from smoothce.hf_patch.outputs import refuse_sum_beside_auxiliary_loss
 from smoothce.hf_patch.settings import PatchSettings, loss_settings, shows_settings
 from smoothce.hf_patch.user_warnings import warn_user
 from smoothce.hf_patch.verification import CannotRun, verify
 
 
 @shows_settings()
-def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Module:
+def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Module:
     """Make a causal language model compute `linear_cross_entropy` where it computed its loss.
 
         patch_model(model, label_smoothing=0.1)
@@ -39,19 +39,23 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     | mode                            | with labels                         | without labels     |
     |---------------------------------|-------------------------------------|--------------------|
     | training                        | the smoothed loss, `logits` is None | as upstream; warns |
-    | evaluation                      | as upstream: not smoothed, logits   | as upstream        |
-    | evaluation, `eval_logits=False` | not smoothed, `logits` is None      | as upstream        |
+    | evaluation                      | upstream's loss and logits          | as upstream        |
+    | evaluation, `eval_logits=False` | upstream's loss, `logits` is None   | as upstream        |
+
+    Upstream's loss is the mean over valid tokens without smoothing, z-loss or a `loss` of yours,
+    whatever `reduction` is. Labels of your `ignore_index` do not count in it either.
 
     `labels` (B, T) are shifted by the model as ever, `shift_labels` are shifted already and count
     as labels. The loss is in nats per valid token; `num_items_in_batch`, which the Hugging Face
-    Trainer passes, replaces the number of valid tokens as the mean's divisor. Training in
+    Trainer passes, replaces the number of valid tokens as the mean's divisor, and 1 makes the mean
+    of evaluation a sum. Training in
     evaluation mode, where it would leave something out, warns once.
 
     The settings:
 
     - `label_smoothing`, `smoothing_target`, `z_loss`, `filter_eps`, `workspace`, `ignore_index` and
       `impl` are `linear_cross_entropy`'s;
-    - `reduction` is "mean" or "sum";
+    - `reduction` is "mean" or "sum", of the loss in training;
     - `logit_scale` and `softcap` are read from the model's configuration unless they are given.
       Give them where they have an unknown name there, as the error then says: a number, or None for
       a model that has none;
@@ -106,14 +110,14 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     pretraining_tp = getattr(config_of(causal), "pretraining_tp", 1)
     if pretraining_tp > 1:
         raise TypeError(f"{name} with pretraining_tp={pretraining_tp} is not supported")
-    checked_settings = loss_settings(settings, head.out_features)
+    settings = loss_settings(keywords, head.out_features)
     if getattr(config_of(causal), "output_router_logits", False):
-        refuse_summed_router(checked_settings.options.reduction)
+        refuse_sum_beside_auxiliary_loss(settings.options.reduction)
 
     model_forward = ModelForward(causal, head_name)
     logit_map = None
     try:
-        model_forward.verified = verify(model_forward.fused, checked_settings.given_logit_map)
+        model_forward.verified = verify(model_forward.fused, settings.given_logit_map)
     except CannotRun as reason:
         warn_user(
             f"patch_model verifies {name} when its first training batch comes, not now: {reason}"
@@ -121,9 +125,10 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     else:
         logit_map = model_forward.verified.logit_map
         model_forward.head_hooks.admit(head, head_name)
-    if ModelForward.of(causal) is not None:  # only now: a refused call leaves the one before
+    # Only now, so that a refused call leaves the patch before it.
+    if ModelForward.of(causal) is not None:
         unpatch_model(causal)
-    _install(model_forward, HeadForward(head, checked_settings, logit_map))
+    _install(model_forward, HeadForward(head, settings, logit_map))
     return model
 
 
@@ -140,7 +145,8 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     model_forward = ModelForward.of(causal)
     if model_forward is None:
         raise TypeError(f"{name} is not patched")
-    if has_foreign_wrapper(causal, model_forward):
+    # The class's own forward in its slot would mean that somebody has taken ours out.
+    if runs_another_forward(causal, than=(model_forward,)):
         raise TypeError(f"{name}.forward was wrapped after patch_model; remove the wrapper first")
     # The head that was patched, though another may be in its place now, and what an adapter that
     # was put on since holds: the head, or a copy of it.
@@ -152,7 +158,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         head_forward = HeadForward.of(module)
         if head_forward is None:
             continue
-        if has_foreign_wrapper(module, head_forward):
+        if runs_another_forward(module, than=(head_forward,)):
             raise TypeError(
                 f"{model_forward.head_name}.forward was wrapped after patch_model; remove the "
                 "wrapper first"
@@ -179,7 +185,10 @@ def _refuse_wrapped(causal: CausalModel) -> None:
 def _refuse_wrapped_forward(
     module: nn.Module, name: str, patch: ModelForward | HeadForward | None
 ) -> None:
-    if has_foreign_wrapper(module, class_forward(module), patch):
+    own_forwards = [class_forward(module)]
+    if patch is not None:
+        own_forwards.append(patch)
+    if runs_another_forward(module, than=tuple(own_forwards)):
         when = "before" if patch is None else "after"
         if any(trl.is_trls_forward(forward) for forward in forward_layers(module)):
             raise TypeError(

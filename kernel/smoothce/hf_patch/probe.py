@@ -22,11 +22,11 @@ from smoothce.hf_patch.fused_forward import FusedForward
 from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.logit_map import LogitMap, WatchedAttribute, ramp_like
 from smoothce.hf_patch.outputs import OutputClass
-from smoothce.hf_patch.settings import LossSettings
+from smoothce.hf_patch.settings import UPSTREAMS_IGNORE_INDEX, LossSettings
 
 ROWS, TOKENS = 2, 8
-IGNORED = -100  # the label that upstream ignores, whatever the patched loss ignores
-MOST_ON_ONE_THREAD = 2**28  # numbers of a model on the CPU, which one thread reads in half a second
+# Parameters on the CPU. One thread reads so many in half a second; more of them get more threads.
+MOST_ON_ONE_THREAD = 2**28
 
 
 @dataclass
@@ -50,14 +50,12 @@ def undisturbed(causal: CausalModel) -> Iterator[None]:
 
     Afterwards the random states and every module's mode are what they were."""
     modes = {module: module.training for module in causal.modules()}
-    devices = {parameter.device for parameter in causal.parameters()} - {torch.device("cpu")}
-    device_types = {device.type for device in devices}
+    devices = {parameter.device for parameter in causal.parameters()}
     with contextlib.ExitStack() as stack:
-        if len(device_types) == 1:
-            device_type = device_types.pop()
-            stack.enter_context(torch.random.fork_rng(list(devices), device_type=device_type))
-        else:
-            stack.enter_context(torch.random.fork_rng([]))
+        stack.enter_context(torch.random.fork_rng([]))  # the CPU's state
+        for device_type in sorted({device.type for device in devices} - {"cpu"}):
+            devices_of_type = [device for device in devices if device.type == device_type]
+            stack.enter_context(torch.random.fork_rng(devices_of_type, device_type=device_type))
         if hasattr(torch.compiler, "set_stance"):  # since torch 2.6
             with contextlib.suppress(RuntimeError):  # in a compiled model's own forward
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -125,11 +123,11 @@ def probe_inputs(fused: FusedForward, *, with_auxiliary_loss: bool) -> dict[str,
     first_parameter = next(itertools.chain(embeddings.parameters(), head.parameters()))
     device = first_parameter.device
     generator = torch.Generator().manual_seed(0)
-    first = min(3, entries - 1)  # the lowest are often padding and the like
+    first = min(3, entries - 1)  # The lowest ids often stand for padding and the like.
     ids = torch.randint(first, entries, (ROWS, TOKENS), generator=generator).to(device)
     labels = ids.clone()
-    labels[0, :5] = IGNORED
-    labels[1, -2:] = IGNORED
+    labels[0, :5] = UPSTREAMS_IGNORE_INDEX
+    labels[1, -2:] = UPSTREAMS_IGNORE_INDEX
     mask = torch.ones_like(ids)
     mask[1, -2:] = 0
     inputs: dict[str, Any] = {"input_ids": ids, "labels": labels}
@@ -164,7 +162,7 @@ def plain_attention(causal: CausalModel) -> Iterator[None]:
             config._attn_implementation = "eager"
         yield
     finally:
-        # The outer before the inner: to set one sets those inside it as well.
+        # The outer one goes first, since setting it sets those inside it as well.
         for config, implementation in chosen:
             config._attn_implementation = implementation
 
@@ -210,7 +208,7 @@ def run_upstream(
         if not with_ramp:
             return None
         run.ramp = ramp_like(output)
-        return run.ramp.clone()  # which a forward may change in place
+        return run.ramp.clone()  # A forward may change it in place.
 
     handles = [
         decoder_of(causal).register_forward_hook(keep_hidden),
@@ -252,7 +250,7 @@ def acts_on_logits(
     try:
         run = run_upstream(fused, inputs, with_ramp=True, when_head_has_run=change_number)
     except Exception:
-        return True  # what fails after the head for another number has read it there
+        return True  # A forward that fails for another number, after the head, has read it there.
     finally:
         attributes[attribute.name] = attribute.value
     return not torch.equal(run.logits, logits)
@@ -266,7 +264,7 @@ def run_patched(
     On the chunked path, since the Triton kernels would have to be compiled for this."""
     head_forward = HeadForward(fused.head, LossSettings(impl="chunked"), logit_map)
     with _head_running(fused.head, head_forward):
-        return fused(inputs, output_class, training_loss=False)
+        return fused(inputs, output_class, as_in_training=False)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""The keywords of `patch_model`, `patch_trainer` and `SmoothingCallback`, and what they become."""
+"""The keywords of `patch_model`, `patch_trainer` and `SmoothingCallback`, and what they become.
+
+What is called `keywords` in this package is a `PatchSettings`, as the user gives it; `settings` is
+the `LossSettings` that comes of it once it is checked."""
 
 import functools
 import inspect
@@ -15,6 +18,9 @@ from smoothce.hf_patch.logit_map import FROM_MODEL, FromModel, GivenLogitMap
 from smoothce.options import Options
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+# transformers counts no label of this value, whatever `ignore_index` a model was patched with.
+UPSTREAMS_IGNORE_INDEX = -100
 
 # What a caller of `linear_cross_entropy` may ask for and a model cannot return.
 NO_SETTINGS_OF_A_MODEL = ("return_lse", "return_statistics")
@@ -37,8 +43,9 @@ class PatchSettings(TypedDict, total=False):
 
     They are the fields of `Options` that a model can serve, and `smoothing_target`, `impl`, `loss`
     and `eval_logits`. Each has its line here, from which editors complete, `help()` is made, and
-    unknown keywords are refused. A new one that is no field of `Options` is also a field of
-    `LossSettings`, with its place in `keywords` and `loss_settings`, which checks it.
+    unknown keywords are refused. Where else a new option of the loss goes, the docstring of
+    `Options` says. A new keyword that is no field of `Options` is also a field of `LossSettings`,
+    with its place in `keywords` and `loss_settings`, which checks it.
     """
 
     label_smoothing: float
@@ -57,7 +64,7 @@ class PatchSettings(TypedDict, total=False):
 
 # The fields of `Options` that are settings as they stand. A scale and a cap are not: what the
 # caller says of these is a `GivenLogitMap`, and what the loss takes is the verified `LogitMap`.
-OPTION_NAMES = tuple(
+SETTING_OPTIONS = tuple(
     option.name
     for option in fields(Options)
     if option.name not in NO_SETTINGS_OF_A_MODEL + GivenLogitMap._fields
@@ -69,7 +76,9 @@ class LossSettings:
     """How a patched model computes its loss, as the caller has said it; its head's forward holds
     them."""
 
-    options: Options = field(default_factory=Options)  # of these the fields of OPTION_NAMES
+    # Its softcap, logit_scale and return_… are never read: the map has the first two, and a call of
+    # the head's forward says what is returned.
+    options: Options = field(default_factory=Options)
     given_logit_map: GivenLogitMap = field(default_factory=GivenLogitMap)
     smoothing_target: Tensor | None = None  # (V,)
     impl: str = "auto"
@@ -85,7 +94,7 @@ class LossSettings:
             "loss": self.given_loss,
             "eval_logits": self.eval_logits,
         }
-        for name in OPTION_NAMES:
+        for name in SETTING_OPTIONS:
             keywords[name] = getattr(self.options, name)
         return PatchSettings(**keywords)  # type: ignore[typeddict-item]
 
@@ -99,18 +108,33 @@ class LossSettings:
         """Whether training without this loss would be training on another one."""
         return self.differences() != ""
 
+    def left_out_in_evaluation(self) -> str:
+        """What of these the loss that evaluation reports leaves out, as keywords."""
+        return ", ".join(_left_out_in_evaluation(self.keywords()))
+
 
 def differences_from_upstream(keywords: PatchSettings) -> str:
     """`LossSettings.differences`, of keywords that have not become settings yet."""
-    lost = []
+    differences = _left_out_in_evaluation(keywords)
+    ignore_index = keywords.get("ignore_index", UPSTREAMS_IGNORE_INDEX)
+    if ignore_index != UPSTREAMS_IGNORE_INDEX:
+        differences.append(f"ignore_index={ignore_index}")
+    return ", ".join(differences)
+
+
+def _left_out_in_evaluation(keywords: PatchSettings) -> list[str]:
+    left_out = []
     for name in ("label_smoothing", "z_loss"):
         value = keywords.get(name, 0)
         if value != 0:
-            lost.append(f"{name}={value}")
+            left_out.append(f"{name}={value}")
+    reduction = keywords.get("reduction", "mean")
+    if reduction != "mean":
+        left_out.append(f"reduction={reduction!r}")
     loss = keywords.get("loss")
     if loss is not None:
-        lost.append(f"loss={getattr(loss, '__name__', type(loss).__name__)}")
-    return ", ".join(lost)
+        left_out.append(f"loss={getattr(loss, '__name__', type(loss).__name__)}")
+    return left_out
 
 
 def loss_settings(keywords: PatchSettings, vocabulary: int) -> LossSettings:
@@ -121,17 +145,16 @@ def loss_settings(keywords: PatchSettings, vocabulary: int) -> LossSettings:
     if unknown:
         raise TypeError(f"patch_model has no setting {', '.join(unknown)}")
     values: dict[str, Any] = {**LossSettings().keywords(), **keywords}
-    options = {name: values[name] for name in OPTION_NAMES}
-    given_numbers = {}
-    for name in GivenLogitMap._fields:
-        if values[name] is not FROM_MODEL:
-            given_numbers[name] = values[name]
-    checked = Options(**options, **given_numbers)
-    for name in given_numbers:  # which `Options` has made Python's
-        given_numbers[name] = getattr(checked, name)
+    option_values = {name: values[name] for name in SETTING_OPTIONS}
+    numbers_of_the_map = [name for name in GivenLogitMap._fields if values[name] is not FROM_MODEL]
+    for name in numbers_of_the_map:
+        option_values[name] = values[name]
+    options = Options(**option_values)
+    # Options has checked the map's numbers and turned NumPy's into Python's: these are taken.
+    given_logit_map = GivenLogitMap(**{name: getattr(options, name) for name in numbers_of_the_map})
     settings = LossSettings(
-        options=Options(**options),
-        given_logit_map=GivenLogitMap(**given_numbers),
+        options=options,
+        given_logit_map=given_logit_map,
         smoothing_target=values["smoothing_target"],
         impl=values["impl"],
         given_loss=values["loss"],
@@ -162,8 +185,10 @@ def _check(settings: LossSettings, vocabulary: int) -> None:
 
 def shows_settings(required: tuple[str, ...] = ()) -> Callable[[AnyFunction], AnyFunction]:
     """A decorator that lets `help()` and notebooks show the keywords that `**settings` stands for:
-    with their defaults, but for those that the function requires.
+    with `patch_model`'s defaults, but for those that the function requires.
 
+    `patch_trainer` leaves a setting that it is not given as an earlier patch has it; no signature
+    can show that, so its docstring says it.
     `smoothce.options.spell_out_options` does it for functions that take the loss's options."""
     defaults: dict[str, Any] = {**LossSettings().keywords()}
     keywords = []

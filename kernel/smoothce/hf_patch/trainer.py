@@ -8,20 +8,21 @@ from smoothce.hf_patch import trl
 from smoothce.hf_patch.anatomy import CausalModel, unwrapped
 from smoothce.hf_patch.model_forward import ModelForward
 from smoothce.hf_patch.patching import patch_model
-from smoothce.hf_patch.settings import PatchSettings, shows_settings
+from smoothce.hf_patch.settings import UPSTREAMS_IGNORE_INDEX, PatchSettings, shows_settings
 
 AnyTrainer = TypeVar("AnyTrainer")
 
 
 @shows_settings()
-def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> AnyTrainer:
+def patch_trainer(trainer: AnyTrainer, **keywords: Unpack[PatchSettings]) -> AnyTrainer:
     """`patch_model` for the model of a Hugging Face `Trainer` or TRL `SFTTrainer`, made already.
 
         trainer = SFTTrainer(model, args=SFTConfig(…), …)
         patch_trainer(trainer, label_smoothing=0.1)
 
-    The settings are `patch_model`'s; those of an earlier `patch_model` stay. Without
-    `label_smoothing`, the β is `TrainingArguments.label_smoothing_factor`. (Without this call that
+    The settings are `patch_model`'s. One that is left out is as an earlier `patch_model` has it,
+    whatever default `help()` shows. Where neither call gives a `label_smoothing` above 0, the β is
+    `TrainingArguments.label_smoothing_factor`. (Without this call that
     factor makes the Trainer take the labels away from the model and smooth dense logits. TRL will
     remove the factor.) Evaluation reports the loss without smoothing. TRL's own fused head gives
     way, and its entropy and accuracy come from the same pass as the loss.
@@ -37,17 +38,17 @@ def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> Any
     """
     trainer_: Any = trainer
     causal = unwrapped(trainer_.model)
-    settings = _combined(causal, trainer_.args.label_smoothing_factor, settings)
-    _refuse_other_losses(trainer_, settings)
+    keywords = _combined(causal, trainer_.args.label_smoothing_factor, keywords)
+    _refuse_other_losses(trainer_, keywords)
     outermost = vars(causal).get("forward")
     if outermost is not None and trl.is_trls_forward(outermost):
-        if settings.get("reduction", "mean") != "mean":
-            raise ValueError(f"reduction must be 'mean', TRL's, not {settings['reduction']!r}")
-        # TRL's gives way to what it has replaced: the class's, an earlier patch, or accelerate's
-        # wrapper of one of them.
+        if keywords.get("reduction", "mean") != "mean":
+            raise ValueError(f"reduction must be 'mean', TRL's, not {keywords['reduction']!r}")
+        # TRL's forward gives way to what it has replaced: the class's, an earlier patch, or
+        # accelerate's wrapper of one of them.
         causal.forward = trl.forward_before_trls(outermost)
     try:
-        patch_model(trainer_.model, **settings)
+        patch_model(trainer_.model, **keywords)
     except BaseException:  # TRL's forward comes back where the call is refused
         if outermost is not None:
             causal.forward = outermost
@@ -59,7 +60,7 @@ def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> Any
 
 def _watch(trainer: Any) -> None:
     """Have the trainer check, when it trains, that it trains the patched model by its loss."""
-    # Not above: it imports transformers, which `patch_model` does without.
+    # It is imported here since it imports transformers, which `patch_model` does without.
     from smoothce.hf_patch.callback import LossWatch
 
     callbacks = trainer.callback_handler.callbacks
@@ -67,18 +68,18 @@ def _watch(trainer: Any) -> None:
         trainer.add_callback(LossWatch())
 
 
-def _combined(causal: CausalModel, factor: float, settings: PatchSettings) -> PatchSettings:
-    """The settings of this call, and for those that it does not give an earlier `patch_model`'s.
+def _combined(causal: CausalModel, factor: float, keywords: PatchSettings) -> PatchSettings:
+    """The keywords of this call, and for those that it does not give an earlier `patch_model`'s.
 
     β is this call's `label_smoothing`, else the earlier one if that is not 0, else the trainer's
     factor. Raises ValueError where the factor is neither 0 nor the β that comes out."""
     combined = PatchSettings(label_smoothing=0.0)
     model_forward = ModelForward.of(causal)
     if model_forward is not None:
-        combined = model_forward.head_forward.settings.keywords()
+        combined = model_forward.fused.head_forward.settings.keywords()
     if combined["label_smoothing"] == 0:
         combined["label_smoothing"] = factor
-    combined.update(settings)
+    combined.update(keywords)
     beta = combined["label_smoothing"]
     if factor not in (0, beta):
         raise ValueError(
@@ -88,7 +89,7 @@ def _combined(causal: CausalModel, factor: float, settings: PatchSettings) -> Pa
     return combined
 
 
-def _refuse_other_losses(trainer: Any, settings: PatchSettings) -> None:
+def _refuse_other_losses(trainer: Any, keywords: PatchSettings) -> None:
     """Raises ValueError for what would train another loss than the settings'."""
     # TRL's version comes first: what is said of arguments would lead nowhere in another one.
     trl.refuse_other_trainers(trainer)
@@ -101,14 +102,16 @@ def _refuse_other_losses(trainer: Any, settings: PatchSettings) -> None:
         )
     if getattr(trainer, "compute_loss_func", None) is not None:
         raise ValueError("the trainer's compute_loss_func needs logits, which never exist: drop it")
-    refuse_ignore_index(settings)
+    refuse_ignore_index(keywords)
 
 
-def refuse_ignore_index(settings: PatchSettings) -> None:
+def refuse_ignore_index(keywords: PatchSettings) -> None:
     """Raises ValueError for another index than the one by which a Trainer counts labels."""
-    index = settings.get("ignore_index", -100)
-    if index != -100:
-        raise ValueError(f"ignore_index must be -100, the trainer's, not {index}")
+    index = keywords.get("ignore_index", UPSTREAMS_IGNORE_INDEX)
+    if index != UPSTREAMS_IGNORE_INDEX:
+        raise ValueError(
+            f"ignore_index must be {UPSTREAMS_IGNORE_INDEX}, the trainer's, not {index}"
+        )
 
 
 def refuse_arguments(args: Any) -> None:
@@ -124,8 +127,9 @@ def refuse_arguments(args: Any) -> None:
         raise ValueError(
             f"loss_type must be 'nll', not {loss_type!r}, which would ignore label_smoothing"
         )
-    liger = getattr(args, "liger_kernel_config", None) or {}
-    if getattr(args, "use_liger_kernel", False) and liger.get("fused_linear_cross_entropy", True):
+    liger_options = getattr(args, "liger_kernel_config", None) or {}
+    replaces_loss = liger_options.get("fused_linear_cross_entropy", True)
+    if getattr(args, "use_liger_kernel", False) and replaces_loss:
         raise ValueError(
             "use_liger_kernel would put Liger's loss, which ignores label_smoothing, in the place "
             "of this one: add liger_kernel_config={'fused_linear_cross_entropy': False}"

@@ -73,25 +73,27 @@ def _field_names(output_class: type) -> set[str]:
 def trl_output(
     result: LossAndStatistics,
     valid: Tensor,  # (B, T) bool, the tokens whose labels count
-    mean: Tensor,  # () the loss, with a mixture's auxiliary loss
+    mean_loss: Tensor,  # (), with a mixture's auxiliary loss
     auxiliary: Tensor | None,  # ()
 ) -> Any:
     """What TRL's trainers read: their loss is the sum of −log_probs over the number of tokens, or
     under DeepSpeed's sequence parallelism `loss`.
 
     Of log_probs TRL reads the sum alone, which must be minus the summed loss. So what is returned
-    under that name are not log probabilities: to each of them `rest` is added, an equal share of
-    what their sum lacks. The gradient is the summed loss's, which is made in the forward; a loss
+    under that name are not log probabilities: to each of them an equal share of what their sum
+    lacks is added. The gradient is the summed loss's, which is made in the forward; a loss
     per token would take one more matrix product in the backward.
     """
     log_probability = result.statistics.log_probability
     assert log_probability is not None  # there are labels
-    rest = (-result.loss - log_probability.sum()) / valid.sum().clamp(min=1)
+    # The only part with a gradient. A batch without labels has no token to share it.
+    lacking = -result.loss - log_probability.sum()
+    correction_per_token = lacking / valid.sum().clamp(min=1)
     # TRL, which has asked for this, has imported it; an import here would break a compiled graph.
     output_class = getattr(sys.modules[OUTPUT_MODULE], OUTPUT_CLASS)
     return output_class(
-        loss=mean,
-        log_probs=(log_probability + rest) * valid,
+        loss=mean_loss,
+        log_probs=(log_probability + correction_per_token) * valid,
         entropy=result.statistics.entropy,
         is_top1=(result.statistics.argmax == result.labels) & valid,
         label_mask=valid,

@@ -64,7 +64,6 @@ from smoothce.hf_patch.outputs import (
     weighted_auxiliary_loss,
 )
 from smoothce.hf_patch.probe import (
-    IGNORED,
     ROWS,
     TOKENS,
     UpstreamRun,
@@ -77,6 +76,7 @@ from smoothce.hf_patch.probe import (
     run_upstream,
     undisturbed,
 )
+from smoothce.hf_patch.settings import UPSTREAMS_IGNORE_INDEX
 
 TOLERANCE = 1e-5  # of what is computed from the ramp, which is fp32
 MOST_FOLLOWED = 2**22  # numbers of a tensor outside decoder and head of which a copy is kept
@@ -103,7 +103,8 @@ class SeenTensor(NamedTuple):
     def is_still(self, tensor: Tensor) -> bool:
         if tensor is not self.tensor:
             return False
-        return SeenTensor.of(tensor)[1:] == self[1:]
+        now = SeenTensor.of(tensor)
+        return now.address == self.address and now.version == self.version
 
 
 @dataclass(eq=False)
@@ -137,7 +138,10 @@ class FrozenTensor:
 
 @dataclass(frozen=True, eq=False)
 class VerifiedLoss:
-    """That a model's loss is the fused one, with this map, and what this rests on."""
+    """That a model's loss is the fused one, with this map, and what this rests on.
+
+    Attributes are *watched*: another value of one raises. Frozen tensors are *followed*, if they
+    are not large: another value of one has the model verified once more."""
 
     logit_map: LogitMap
     output_class: OutputClass
@@ -146,16 +150,17 @@ class VerifiedLoss:
     watched_attributes: tuple[WatchedAttribute, ...]
     frozen_outside: tuple[FrozenTensor, ...]
 
-    def is_outdated(self) -> bool:
-        """Whether a frozen tensor outside decoder and head has another value, of a checkpoint for
-        example, so that the model has to be verified again. Compiled code cannot tell."""
+    def needs_verifying_again(self) -> bool:
+        """Whether a frozen tensor outside decoder and head has another value.
+
+        That is how a checkpoint looks that was loaded since. Compiled code cannot tell."""
         if torch.compiler.is_compiling():
             return False
         return any(tensor.has_another_value() for tensor in self.frozen_outside)
 
-    def check_unchanged(self) -> None:
-        """Raises ValueError where a scale, a cap or the loss function is another one, or a
-        parameter is trained that was not."""
+    def raise_where_changed(self) -> None:
+        """Raises ValueError where a watched attribute has another value, or a frozen parameter is
+        trained now: nobody loads these, so that somebody has set them by mistake."""
         for attribute in self.watched_attributes:
             value_now = attribute.value_now()
             if value_now is not attribute.value and value_now != attribute.value:
@@ -388,7 +393,7 @@ def _check_loss_of_logits(
     expected = F.cross_entropy(
         run.logits[:, :-1].double().flatten(0, 1).cpu(),
         labels[:, 1:].flatten().cpu(),
-        ignore_index=IGNORED,
+        ignore_index=UPSTREAMS_IGNORE_INDEX,
     )
     if getattr(patched, "aux_loss", None) is not None:
         expected = expected + weighted_auxiliary_loss(fused.causal, patched.aux_loss).cpu()

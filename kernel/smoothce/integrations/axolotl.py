@@ -5,8 +5,8 @@
     smoothce_label_smoothing: 0.1
 
 Evaluation reports the loss without smoothing. Axolotl's own fused losses (its cut_cross_entropy
-plugin, liger_fused_linear_cross_entropy) exclude this one. `patch_trainer`, which verifies the
-model and looks at the trainer's arguments, refuses them.
+plugin, liger_fused_linear_cross_entropy) cannot be combined with this one: `patch_trainer`, which
+verifies the model and looks at the trainer's arguments, refuses a trainer that has one.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ class SmoothCEPlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Raises ValueError for a trainer that would train another loss."""
-        # Here and not in `hf_patch.trainer`, since it is an argument of Axolotl's own trainers.
+        # `hf_patch.trainer` does not look for it: only Axolotl's trainers have this argument.
         if getattr(trainer.args, "orpo_alpha", None):
             raise ValueError("orpo_alpha is a loss of its own, without smoothce_label_smoothing")
         patch_trainer(

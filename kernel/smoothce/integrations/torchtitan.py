@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 
-from smoothce.hf_patch.head_forward import HeadForward, divided
+from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.logit_map import LogitMap
 from smoothce.hf_patch.settings import LossSettings
 from smoothce.options import Options
@@ -40,7 +40,7 @@ class SmoothedLoss(ChunkedLossWrapper):
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         super().__init__(config, compile_config=compile_config)
-        self.options = Options(
+        options = Options(
             label_smoothing=config.label_smoothing,
             softcap=config.softcap,
             logit_scale=config.logit_scale,
@@ -48,17 +48,18 @@ class SmoothedLoss(ChunkedLossWrapper):
             filter_eps=config.filter_eps,
             workspace=config.workspace,
             ignore_index=IGNORE_INDEX,
-            reduction="sum",
         )
+        # The head's forward takes scale and cap from the map; Options has checked them.
+        self.logit_map = LogitMap(options.logit_scale, options.softcap)
+        self.settings = LossSettings(options)
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         """The head, whose own forward computes the loss, so that FSDP2 gathers its weight."""
         super().set_lm_head(lm_head)
         # torchtitan types its head as a Module; it is a Linear, or has its weight and bias.
-        settings = LossSettings(self.options)
-        logit_map = LogitMap(self.options.logit_scale, self.options.softcap)
+        head_forward = HeadForward(lm_head, self.settings, self.logit_map)  # type: ignore[arg-type]
         # Not under `HeadForward.ATTRIBUTE`, since the model around it is not patched.
-        lm_head.forward = HeadForward(lm_head, settings, logit_map)  # type: ignore[arg-type]
+        lm_head.forward = head_forward
 
     def __call__(
         self,
@@ -68,8 +69,10 @@ class SmoothedLoss(ChunkedLossWrapper):
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.lm_head is not None, "set_lm_head has not been called"
-        # Not `pred.requires_grad`: hidden states of a frozen decoder need no gradient.
-        loss = self.lm_head(pred, labels=labels, training_loss=torch.is_grad_enabled())
+        divisor: Tensor | int = 1  # Without a count torchtitan wants the sum.
         if global_valid_tokens is not None:
-            loss = divided(loss, global_valid_tokens)
+            divisor = global_valid_tokens
+        # Not `pred.requires_grad`: hidden states of a frozen decoder need no gradient.
+        is_training = torch.is_grad_enabled()
+        loss = self.lm_head(pred, labels=labels, divisor=divisor, as_in_training=is_training)
         return loss, {}

@@ -132,7 +132,9 @@ class SweepTrainer(Trainer):
         # Compiled layers would be compiled once more, without gradients.
         with torch.compiler.set_stance("force_eager"):
             for inputs in self.dataset.held_out_batches():
-                loss_sum += model(**self._on_device(inputs), use_cache=False).loss
+                # In evaluation the loss is a mean, of which this divisor makes the sum.
+                outputs = model(**self._on_device(inputs), use_cache=False, num_items_in_batch=1)
+                loss_sum += outputs.loss
         total = self.accelerator.reduce(loss_sum, "sum").item()
         targets = self.dataset.target_counts[self.dataset.held_out_conversations].sum()
         self.log({"held_out_loss": total / int(targets)})
