@@ -63,11 +63,12 @@ def main() -> None:
         micro_labels = labels[rank::ranks].split(ROWS_OF_A_MICRO_BATCH)
         factor = token_mean_factor(micro_labels, steps=1)  # nothing divides the loss by steps
         loss_of_update = torch.zeros(())
-        for number, (ids, labels) in enumerate(zip(micro_ids, micro_labels, strict=True), 1):
-            is_last = number == len(micro_ids)
+        micro_batches = list(zip(micro_ids, micro_labels, strict=True))
+        for number, (ids_of_batch, labels_of_batch) in enumerate(micro_batches, 1):
+            is_last = number == len(micro_batches)
             apart = trained.no_sync() if ranks > 1 and not is_last else nullcontext()
             with apart:
-                loss = trained(input_ids=ids, labels=labels).loss * factor
+                loss = trained(input_ids=ids_of_batch, labels=labels_of_batch).loss * factor
                 loss.backward()
             loss_of_update += loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -75,8 +76,9 @@ def main() -> None:
         optimizer.zero_grad()
         if ranks > 1:
             dist.all_reduce(loss_of_update)
+        mean_loss = loss_of_update / ranks  # `factor` has multiplied by ranks, for DDP's average
         if rank == 0:
-            print(f"update {update}: loss {loss_of_update / ranks:.5f}, gradient {norm:.5f}")
+            print(f"update {update}: loss {mean_loss:.5f}, gradient {norm:.5f}")
     if ranks > 1:
         dist.barrier()  # a process that leaves first may keep gloo's other processes from leaving
         del trained  # DDP holds the process group
