@@ -7,8 +7,8 @@
 # of its own stay; where they touch a place at which the patches add lines, nothing is written.
 #
 # There are four versions of that file here, beside the checkout's own:
-#   before      upstream's, at the commit that UPSTREAM names
-#   after       `before` with the patches
+#   before      upstream's, at the commit that UPSTREAM names; git's id of it is `blob_before`
+#   after       `before` with the patches; git's id of it is `blob_after`
 #   unpatched   the checkout's without the patches' lines; the same as the checkout's if it holds none
 #   merged      `unpatched` with the patches, which is what gets written
 # A checkout whose file holds lines of the patches is patched if it equals `merged`; else it holds some of them only, or
@@ -24,7 +24,15 @@ fail() { echo "error: $1" >&2; exit 2; }
 # before. Fails where a block does not occur.
 without_blocks() {
   awk '
-    NR == FNR { if (/^>/) block[blocks, ++size[blocks]] = substr($0, 3); else blocks++; next }
+    NR == FNR {
+      if (/^>/) {
+        size[blocks]++
+        block[blocks, size[blocks]] = substr($0, 3)
+      } else {
+        blocks++
+      }
+      next
+    }
     { line[++last] = $0 }
     END {
       at = 1
@@ -53,9 +61,9 @@ done
 [ -n "$checkout" ] || fail "$usage"
 
 commit=$(awk '$1 == "commit" {print $2}' "$here/UPSTREAM")
-read -r blob file < <(awk '$1 == "blob" {print $2, $3}' "$here/UPSTREAM")
+read -r blob_before file < <(awk '$1 == "blob" {print $2, $3}' "$here/UPSTREAM")
 patches=("$here"/[0-9]*.patch)
-patched=$(sed -n 's/^index [0-9a-f]*\.\.\([0-9a-f]*\) .*/\1/p' "${patches[-1]}")
+blob_after=$(sed -n 's/^index [0-9a-f]*\.\.\([0-9a-f]*\) .*/\1/p' "${patches[-1]}")
 repository=$(awk '$1 == "repository" {print $2}' "$here/UPSTREAM")
 get="git clone $repository FOLDER && git -C FOLDER checkout $commit"
 
@@ -69,23 +77,27 @@ mkdir -p "$work/${file%/*}"
 before=$work/before after=$work/$file merged=$work/merged
 
 case $(git hash-object --no-filters "$target") in
-  "$blob") cp "$target" "$before" ;;
-  "$patched")
+  "$blob_before") cp "$target" "$before" ;;
+  "$blob_after")
+    # The patches can be undone at the path that they name alone, so `before` is made there.
     cp "$target" "$after"
-    for ((i = ${#patches[@]} - 1; i >= 0; i--)); do (cd "$work" && git apply --unidiff-zero --reverse "${patches[i]}"); done
+    for ((i = ${#patches[@]} - 1; i >= 0; i--)); do
+      (cd "$work" && git apply --unidiff-zero --reverse "${patches[i]}")
+    done
     mv "$after" "$before" ;;
-  *) git -C "$checkout" cat-file blob "$blob" > "$before" 2> /dev/null ||
+  *) git -C "$checkout" cat-file blob "$blob_before" > "$before" 2> /dev/null ||
     fail "$file in $checkout is not that of ${commit:0:12}, and its repository lacks that commit (another project, a shallow clone or an archive), so that it cannot be merged with the patches; in full: $get. The runner needs no line of it changed: python -m smoothed_open_instruct $checkout …" ;;
 esac
 cp "$before" "$after"
-(cd "$work" && git apply --unidiff-zero "${patches[@]}") && [ "$(git hash-object --no-filters "$after")" = "$patched" ] ||
+(cd "$work" && git apply --unidiff-zero "${patches[@]}") && [ "$(git hash-object --no-filters "$after")" = "$blob_after" ] ||
   fail "the patches in $here are not as they were recorded (their index lines name another result); $checkout is left as it is: take $here afresh from this project"
 
-# What every line that the patches add to call smoothed_open_instruct matches; they import it `as ours`.
+# Matches each patched line that names this package, which they import `as ours`; those that only go with one (a `break`)
+# it misses. A variable `ours` of the checkout's own matches too, and is refused: it would hide the import.
 patch_call=' as ours$|\bours\.'
 strange=$(grep -E "$patch_call" "$target" | grep -vxF -f <(grep -E "$patch_call" "$after") || true)
 [ -z "$strange" ] ||
-  fail "$file in $checkout holds lines of another version of these patches; undo them with the apply.sh that came with them, or patch a second checkout ($get):"$'\n'"$strange"
+  fail "$file in $checkout holds lines of another version of these patches, or a variable \`ours\` of its own, which would hide their import: rename that, or undo them with the apply.sh that came with them, or patch a second checkout ($get):"$'\n'"$strange"
 
 unpatched=$work/unpatched patched_already=no
 cp "$target" "$unpatched"
@@ -96,7 +108,14 @@ if grep -qE "$patch_call" "$target"; then
 fi
 runner="The runner needs no line of it changed: python -m smoothed_open_instruct $checkout …"
 if ! git merge-file -p --quiet "$unpatched" "$before" "$after" > "$merged"; then
-  clash=$(awk '/^<<<<<<< /{mine = 1; next} /^=======$/{mine = 0} /^>>>>>>> / && n <= 40 {print "  ..."} mine && ++n <= 40 {print "  " $0}' "$merged")
+  clash=$(awk '
+    /^<<<<<<< / { mine = 1; next }
+    /^=======$/ { mine = 0 }
+    /^>>>>>>> / && shown <= 40 { print "  ..." }
+    mine {
+      shown++
+      if (shown <= 40) print "  " $0
+    }' "$merged")
   fail "$file in $checkout differs from that of ${commit:0:12} where the patches add lines, so nothing was changed. $runner. Or move your changes off these lines, or patch a second checkout ($get) and carry them over. Your lines there:"$'\n'"$clash"
 fi
 [ "$patched_already" = no ] || cmp -s "$target" "$merged" ||

@@ -1,7 +1,7 @@
 """What the patched open-instruct finetune.py calls; the patches hold the lines that call it.
 
 `python -m smoothed_open_instruct` runs an unpatched checkout with the same loss. `patches_folder`
-is for whoever looks for the patches, as `sweeps` does.
+is for whoever looks for the patches, as `sweeps` does. Upstream is open-instruct here.
 """
 
 from smoothed_open_instruct.arguments import (

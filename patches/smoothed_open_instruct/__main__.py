@@ -120,12 +120,14 @@ def with_flags(base: Any) -> Any:
         def __post_init__(self) -> None:
             check_arguments(self, upstream_reductions)
             reduction = self.reduce_loss
-            self.reduce_loss = "mean"  # which the script's own check takes at every commit
+            # The script's own check takes "mean" at every commit.
+            self.reduce_loss = "mean"
             try:
                 super().__post_init__()
             except ValueError as error:
                 refuse(error)
-            # The parser makes the arguments of a YAML file once more, out of these.
+            # Where there is a YAML file, ArgumentParserPlus makes a second object of this one's
+            # values, which must be what was asked for.
             self.reduce_loss = reduction
             RUN.args = self
             RUN.attaches_loss = replaces_loss(self, upstream_reductions)
@@ -149,6 +151,7 @@ def with_loss(base: Any) -> Any:
                 )
             model, optimizer, loader, scheduler = objects
             RUN.loss_args = Namespace(**vars(RUN.args))
+            # From here on the script reads this, and takes `outputs.loss` as it is (`RunState`).
             RUN.args.reduce_loss = "mean"
             loss = TrainingLoss(RUN.loss_args, self)
             loss.attach(model)
@@ -189,6 +192,9 @@ class Batches:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
+        # An object that is being copied has no loader yet, and would look for it here without end.
+        if name == "loader":
+            raise AttributeError(name)
         return getattr(self.loader, name)
 
 

@@ -97,10 +97,12 @@ class Monitor:
         losses = self.accelerator.gather(interval.loss_sum).tolist()
         divisor = interval.micro_batches
         if self.args.reduce_loss == "token_mean":
-            # An update's losses add up to `accumulation` times its mean, also where it has fewer
+            # Each loss was made larger by the accumulation steps, by which accelerate divides: an
+            # update's losses add up to that many times its mean, also where the update has fewer
             # micro-batches.
             divisor = interval.updates * self.args.gradient_accumulation_steps
-        metrics["train_loss"] = sum(losses) / len(losses) / divisor
+        mean_over_ranks = sum(losses) / len(losses)
+        metrics["train_loss"] = mean_over_ranks / divisor
         if interval.norms:
             metrics["grad_norm"] = sum(interval.norms) / len(interval.norms)
             metrics["grad_norm_max"] = max(interval.norms)
@@ -116,7 +118,7 @@ class Monitor:
         row = {"step": step, "steps": self.args.max_train_steps, **metrics}
         logger.info("%s%s", PREFIX, json.dumps(row))
         if STATISTICS_FILE in os.environ:
-            # The names under which `python -m sweeps` reads them
+            # `python -m sweeps` reads them under these names.
             row["loss"] = row["train_loss"]
             row["tokens_per_second"] = row["tokens_per_s"]
             with open(os.environ[STATISTICS_FILE], "a", encoding="utf-8") as file:

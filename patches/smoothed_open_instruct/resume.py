@@ -91,17 +91,21 @@ class Checkpoints:
         return self.written if incomplete else self.furthest(args)
 
     def furthest(self, args: Namespace) -> str | None:
-        """The furthest complete checkpoint, or None: where the run continues.
+        """Where the run continues: the folder of a checkpoint, or None to begin from scratch.
 
-        Upstream compares numbers as text, so that step_900 comes after step_1000, and prefers any
-        step to any epoch.
+        That is the furthest complete checkpoint of the output folder, unless it is to be
+        overwritten; where there is none, the one that `--resume_from_checkpoint` names. Upstream
+        looks at that flag only where there is no output folder, which `already_trained` has made by
+        now. Upstream also compares numbers as text, so that step_900 comes after step_1000, and
+        prefers any step to any epoch.
         """
-        if not os.path.isdir(args.output_dir or "") or args.overwrite_output_dir:
-            return args.resume_from_checkpoint or None
-        complete = [
-            folder for folder in checkpoint_folders(args.output_dir) if _is_complete(folder)
-        ]
-        return str(max(complete, key=self._steps)) if complete else None
+        complete: list[Path] = []
+        if os.path.isdir(args.output_dir or "") and not args.overwrite_output_dir:
+            folders = checkpoint_folders(args.output_dir)
+            complete = [folder for folder in folders if _is_complete(folder)]
+        if complete:
+            return str(max(complete, key=self._steps))
+        return args.resume_from_checkpoint or None
 
     def finish_saving(self, folder: str) -> None:
         """Wait until every process has written its part of `folder`, and all of it is on the disk.

@@ -61,17 +61,22 @@ def _return_ids_of_chats() -> None:
 
 
 def model_class(attn_implementation: str | None) -> Any:
-    """What loads models: AutoModelForCausalLM, or its two constructors with the attention named.
+    """What makes models: AutoModelForCausalLM, or its two constructors with this attention.
 
-    Upstream takes flash_attention_2, or eager, whose memory grows with the square of the length.
+    `from_pretrained` loads weights, and `from_config` draws new ones. Without a name upstream takes
+    flash_attention_2, or eager, whose memory grows with the square of the length.
     """
     from transformers import AutoModelForCausalLM
 
     if attn_implementation is None:
         return AutoModelForCausalLM
 
-    def load(*args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
         kwargs["attn_implementation"] = attn_implementation
         return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
 
-    return SimpleNamespace(from_pretrained=load, from_config=AutoModelForCausalLM.from_config)
+    def from_config(*args: Any, **kwargs: Any) -> Any:
+        kwargs["attn_implementation"] = attn_implementation
+        return AutoModelForCausalLM.from_config(*args, **kwargs)
+
+    return SimpleNamespace(from_pretrained=from_pretrained, from_config=from_config)

@@ -17,7 +17,9 @@ def training_loss(args: Namespace, accelerator: Any) -> "TrainingLoss | None":
 
 
 class Step(NamedTuple):
-    """One optimizer step of this process, as its loader gives it."""
+    """One optimizer step of this process, as its loader gives it.
+
+    `monitor` and `smoothce` call that an update, and `smoothce`'s `steps` are its micro-batches."""
 
     micro_batches: list[dict[str, Tensor]]
     ends_epoch: bool
@@ -86,16 +88,20 @@ class TrainingLoss:
             return {}
         labels = [batch["labels"] for batch in step.micro_batches]
         factor = token_mean_factor(labels, steps=self.args.gradient_accumulation_steps)
-        return {"num_items_in_batch": 1 / factor}  # by which the model divides its summed loss
+        # The model divides its summed loss by this, which is tokens / (ranks · steps): accelerate
+        # and DeepSpeed divide by the accumulation steps, and average over ranks, once more.
+        return {"num_items_in_batch": 1 / factor}
 
     def _announce(self, model: Any, *, ends_step: bool, ends_epoch: bool) -> None:
         """Tell accelerate and DeepSpeed what the coming micro-batch ends.
 
-        accelerate makes an update at each micro-batch for which the loader's flag of its end is
-        set, and reading ahead has set that too early: an epoch's last step would be made once for
-        each of its micro-batches. DeepSpeed would count on across the end of an epoch, as
-        accelerate does not.
+        Reading ahead has set accelerate's `end_of_dataloader` already at an epoch's last step: it
+        is put back to False until that step's last micro-batch. accelerate makes an update at each
+        micro-batch for which it is True, and would make that step once for each of them. DeepSpeed
+        would count on across the end of an epoch, as accelerate does not.
         """
+        # The loader still waits behind the last batch that was read. Once it has ended, accelerate
+        # has no active_dataloader.
         self.accelerator.gradient_state.active_dataloader.end_of_dataloader = ends_epoch
         if is_deepspeed(model):
             model.set_gradient_accumulation_boundary(ends_step)

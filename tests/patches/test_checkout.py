@@ -113,6 +113,13 @@ def test_lines_of_another_series_are_named(checkout):
     assert "ours.OlderCheckpoints(" in done.stderr
 
 
+def test_a_variable_that_would_hide_the_patches_import_is_named(checkout):
+    with open(checkout / FILE, "a") as file:
+        file.write("ours.mine()\n")
+    done = apply(checkout)
+    assert done.returncode == 2 and "a variable `ours` of its own" in done.stderr
+
+
 @pytest.mark.parametrize("option", [(), ("--check",), ("--reverse",)])
 def test_what_plain_git_apply_leaves_is_named(checkout, option):
     """It adds the patches' lines at the end of the file, and says nothing."""

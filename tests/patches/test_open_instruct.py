@@ -28,10 +28,11 @@ from smoothed_open_instruct import (
     already_trained,
     check_arguments,
     mark_trained,
+    model_class,
     set_attention_dropout,
     training_loss,
 )
-from smoothed_open_instruct.__main__ import RUN, RunState, main, with_flags, with_loss
+from smoothed_open_instruct.__main__ import RUN, Batches, RunState, main, with_flags, with_loss
 from smoothed_open_instruct.resume import SETTINGS
 
 
@@ -205,8 +206,33 @@ def test_a_finished_run_is_recognised_until_it_is_overwritten(tmp_path, capsys):
     assert not already_trained(arguments(output_dir=str(tmp_path), overwrite_output_dir=True))
     assert not already_trained(args)
     assert checkpoints().last(args) is None and os.listdir(kept) == []
-    new = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": "elsewhere/step_3"}
-    assert checkpoints().last(arguments(**new)) == "elsewhere/step_3"
+
+
+def test_a_named_checkpoint_is_followed_where_the_folder_has_none(tmp_path):
+    """`already_trained` has made the folder by the time that the run asks."""
+    args = arguments(output_dir=str(tmp_path / "new"), resume_from_checkpoint="elsewhere/step_3")
+    assert checkpoints().last(args) == "elsewhere/step_3"
+    assert not already_trained(args)
+    assert checkpoints().last(args) == "elsewhere/step_3"
+    own = put(tmp_path / "new", "step_6")
+    assert checkpoints().last(args) == own
+    args.overwrite_output_dir = True
+    assert checkpoints().last(args) == "elsewhere/step_3"
+
+
+def test_a_model_from_a_configuration_has_the_attention_that_was_named():
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    for name in ("eager", "sdpa"):
+        model = model_class(name).from_config(config)
+        assert model.config._attn_implementation == name
+
+
+def test_batches_can_be_copied():
+    loader = [1, 2]
+    batches = copy.copy(Batches(loader, loss=None, model=None))
+    assert batches.loader is loader
 
 
 def test_a_model_is_on_the_disk_before_it_is_marked(tmp_path, monkeypatch):
