@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run
 from sweeps.training import fit
-from sweeps.training.torchrun import torchrun_command
+from sweeps.training.starting_ranks import torchrun_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

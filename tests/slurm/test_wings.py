@@ -14,6 +14,7 @@ from sweeps.launch import sbatch
 from sweeps.runs.backend import BACKENDS, load_backend, scoring_problem
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster
+from sweeps.training import starting_ranks
 
 PACKAGE = Path(sweeps.__file__).parent
 # wing: the other wings that its modules may import. cli.py stands above all of them.
@@ -61,6 +62,13 @@ def test_the_built_in_backends_have_what_a_backend_must_have(name):
     backend = load_backend(name)
     for member in ("Train", "packages", "missing", "train"):
         assert callable(getattr(backend, member))
+
+
+def test_the_former_name_of_starting_ranks_still_works():
+    from sweeps.training import torchrun
+
+    with pytest.warns(FutureWarning, match="starting_ranks.exec_torchrun now"):
+        assert torchrun.exec_torchrun is starting_ranks.exec_torchrun
 
 
 @pytest.fixture

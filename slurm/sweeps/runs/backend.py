@@ -39,7 +39,8 @@ class Backend(Protocol[Options]):
     be scored. A sweep that asks for scores is then refused with these words.
 
     `trains_on_several_nodes = True` says that `train` may be called on each node of a run at the
-    same time, as `training.torchrun.exec_torchrun` wants it. `world.nodes` above 1 is refused else.
+    same time, as `training.starting_ranks.exec_torchrun` wants it. `world.nodes` above 1 is refused
+    else.
 
     Whoever plans and launches imports the module too, and must not wait for torch: what only
     training needs is imported by `train`. Jobs run in the project's folder and must find the module
@@ -87,7 +88,7 @@ class Backend(Protocol[Options]):
         the project's folder. A run of several processes is the backend's to start: the process may
         become torchrun by exec, which keeps the lock, and every rank then calls this function again
         through the same command. LOCAL_RANK tells a rank from the first process;
-        `training.torchrun.exec_torchrun` does all this.
+        `training.starting_ranks.exec_torchrun` does all this.
 
         `run.model`        appears by a rename, when it is whole: a run whose folder has it is
                            trained. A folder that transformers can load, with its tokenizer, unless

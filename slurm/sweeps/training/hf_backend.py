@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
-from sweeps.training import torchrun
+from sweeps.training import starting_ranks
 from sweeps.training.options import TrainOptions
 
 Train = TrainOptions  # what every backend calls its options
@@ -55,10 +55,10 @@ def scoring_problem(train_options: TrainOptions) -> str | None:
 def train(run: Run) -> None:
     """Train the run in this process, which is its only one or one of its ranks.
 
-    Where the run has several ranks and this process is none of them, it becomes torchrun, which
-    starts them. See `sweeps.training.fit.train`.
+    Where the run has several ranks, or is sharded, and this process is not one of them, it becomes
+    torchrun, which starts them. See `sweeps.training.fit.train`.
     """
-    torchrun.exec_torchrun(run)
+    starting_ranks.exec_torchrun(run)
     from sweeps.training import fit
 
     fit.train(run)

@@ -24,7 +24,7 @@ from sweeps.runs.files import read_rows, replace_folder
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World, option
 from sweeps.runs.stages import Outcome
-from sweeps.training import torchrun
+from sweeps.training import starting_ranks
 from sweeps.training.options import CommonOptions
 
 CHECKOUT = "OPEN_INSTRUCT_DIR"  # the environment variable that names the checkout
@@ -201,7 +201,9 @@ def train(run: Run) -> None:
     if world.single_process:
         command = [sys.executable, "-m", "open_instruct.finetune", str(arguments_file)]
     else:
-        command = torchrun.torchrun_command(world, "open_instruct.finetune", str(arguments_file))
+        command = starting_ranks.torchrun_command(
+            world, "open_instruct.finetune", str(arguments_file)
+        )
     with stop_file_on_signals(run.stop_file):
         finished = subprocess.run(
             command,
@@ -252,7 +254,7 @@ def stop_file_on_signals(stop_file: Path) -> Iterator[None]:
 def leave_signals_to_parent() -> None:
     """Let a new process end with this one, and leave to this one what signals ask for."""
     processes.follow_parent()
-    torchrun.block_stop_signals()
+    starting_ranks.block_stop_signals()
 
 
 def finetune_arguments(run: Run) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The process above a run's ranks: torchrun, which hands a stop on to them and ends as they do.
+"""torchrun, the process above a run's ranks: it hands a stop on to them and ends as they do.
 
     python -m sweeps.training.torchrun_agent ARGUMENTS…
 
@@ -19,15 +19,15 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from sweeps.runs.stages import Outcome
+from sweeps.training.starting_ranks import BLOCKED_SIGNALS
 
-STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 POLL = 0.1  # seconds between looks for ranks that have not been started yet
 
 
 def main(arguments: list[str]) -> None:
     """Be torchrun with these arguments. Raises SystemExit(75) where the ranks have stopped."""
-    # Blocked, so that only `pass_on_stops` receives them, whatever handlers torchrun installs.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # Only `pass_on_stops` receives what is blocked, whatever handlers torchrun installs.
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     asked_to_stop = threading.Event()
     threading.Thread(target=pass_on_stops, args=[asked_to_stop], daemon=True).start()
     try:
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
 def pass_on_stops(asked_to_stop: threading.Event) -> None:
     """Send TERM to all ranks for each TERM or Ctrl-C that this process gets; never returns."""
     while True:
-        signal.sigwait(STOP_SIGNALS)
+        signal.sigwait(BLOCKED_SIGNALS)
         asked_to_stop.set()
         ranks = psutil.Process().children()
         while not ranks:

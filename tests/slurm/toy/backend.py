@@ -17,7 +17,7 @@ from calibeval.request import Strict
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
 from sweeps.runs.stages import Outcome
-from sweeps.training import torchrun
+from sweeps.training import starting_ranks
 
 trains_on_several_nodes = True
 MEETING_STEP = 10  # at which tests meet a run that they hold
@@ -47,7 +47,7 @@ def missing(train_options: Train, world: World) -> list[str]:
 
 
 def train(run: Run) -> None:
-    torchrun.exec_torchrun(run)
+    starting_ranks.exec_torchrun(run)
     options: Train = run.config().train_options
     signals: list[int] = []  # that this process has received
     heard = [signal.SIGTERM]

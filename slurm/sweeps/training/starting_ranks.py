@@ -1,0 +1,124 @@
+"""How the ranks of a run are started: by torchrun, which `sweeps train` becomes.
+
+The processes of such a run, from the first to the last:
+
+1. `python -m sweeps train` becomes torchrun (`exec_torchrun`).
+2. torchrun is `sweeps.training.torchrun_agent`, the process above the ranks. A run on several nodes
+   has one on each: `sweeps.launch.worker` starts them by one srun, and they meet on the first node.
+3. `python -m sweeps.training.run_rank MODULE ARGUMENTS…` is one rank, which runs a module.
+
+A run of one process goes the same way where DeepSpeed or FSDP shards it (`World.single_process`).
+
+What each process does with the signals that ask a run to stop:
+
+    process                       TERM and INT                      USR2
+    element of a job              notes TERM                        notes it
+    `sweeps train`, one process   saves (`callbacks.StopSignal`)    saves
+    torchrun                      sends TERM to its ranks           ignores it
+    rank of backend trainer       saves                             saves
+    `sweeps train`, finetune.py   makes the stop file               ignores it
+    finetune.py, its ranks        nothing: they are blocked         ignores it
+
+TERM and INT are blocked before torchrun starts, and its ranks inherit that. A thread of torchrun
+takes them by `sigwait`, which receives blocked signals. A rank of backend trainer unblocks them in
+`run_rank`; in finetune.py's ranks they stay blocked. USR2 is ignored by every program that the
+worker starts, because it calls `runs.processes.follow_parent` first; what handles USR2 itself, as
+`StopSignal` does, hears it again.
+"""
+
+import os
+import signal
+import socket
+import sys
+
+from calibeval.io import InputError
+from sweeps.runs.processes import node_number, run_checked
+from sweeps.runs.run import Run
+from sweeps.runs.schema import World
+
+TORCHRUN = "sweeps.training.torchrun_agent"  # the module that is torchrun
+# Signals that torchrun alone receives, which tells its ranks.
+BLOCKED_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+# The ports at which nodes meet, below those that Linux gives to outgoing connections.
+MEETING_PORTS = range(10_000, 32_000)
+MEETING_SECONDS = 600  # that a node waits for the others, whose file systems may be slow
+
+
+def block_stop_signals() -> None:
+    """Keep TERM and Ctrl-C from acting on this process and on those that it starts.
+
+    Slurm sends TERM to all processes of a job at once, and a terminal sends INT to all that belong
+    to a command. Each of them would end at once, and ranks may be saving.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+
+
+def exec_torchrun(run: Run) -> None:
+    """Replace this process by torchrun, where the run needs it and this is not one of its ranks.
+
+    A run needs it that has several processes or is sharded. Elsewhere this returns.
+    """
+    world = run.config().world
+    is_rank = "LOCAL_RANK" in os.environ
+    if is_rank or world.single_process:
+        return
+    command = torchrun_command(world, "sweeps", "train", str(run.path.absolute()))
+    # An element of a job hears USR2, and tells the ranks by the stop file.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    block_stop_signals()
+    os.execv(command[0], command)
+
+
+def torchrun_command(world: World, module: str, *arguments: str) -> list[str]:
+    """The command that starts the ranks, each of which runs a module with these arguments."""
+    return [
+        sys.executable,
+        "-m",
+        TORCHRUN,
+        *meeting_arguments(world),
+        f"--nproc-per-node={world.processes_per_node}",
+        "-m",
+        "sweeps.training.run_rank",
+        module,
+        *arguments,
+    ]
+
+
+def meeting_arguments(world: World) -> list[str]:
+    """torchrun's arguments that say where the nodes of the run meet.
+
+    Raises InputError where a run of several nodes was not started by an srun on as many.
+    """
+    if world.nodes == 1:
+        return ["--standalone"]  # at a port that the kernel chooses
+    job = os.environ.get("SLURM_JOB_ID")
+    nodes_of_step = int(os.environ.get("SLURM_STEP_NUM_NODES", "0"))
+    if job is None or nodes_of_step != world.nodes:
+        raise InputError(
+            f"world.nodes: the run asks for {world.nodes} nodes and was started on "
+            f"{nodes_of_step or 'none'} of Slurm's; `python -m sweeps launch` on Slurm starts it"
+        )
+    return [
+        f"--nnodes={world.nodes}",
+        f"--node-rank={node_number()}",
+        f"--master-addr={first_node_address()}",
+        f"--master-port={meeting_port(int(job))}",
+        f"--rdzv-conf=timeout={MEETING_SECONDS}",
+    ]
+
+
+def first_node_address() -> str:
+    """The name of the first node of this srun, or its address where the name stands in no DNS."""
+    listed = run_checked("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"])
+    name = listed.split()[0]
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        # The worker, which runs on the first node, has called srun.
+        return os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+    return name
+
+
+def meeting_port(job: int) -> int:
+    """The port of a job. Each element of an array is a job with a number of its own."""
+    return MEETING_PORTS[job % len(MEETING_PORTS)]
