@@ -1,5 +1,6 @@
 """The trainer in one process: losses and weights, resuming, checkpoints, saving, refusals."""
 
+import copy
 import json
 import math
 import os
@@ -43,9 +44,9 @@ from sweeps.training.callbacks import StopSignal
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset
 from sweeps.training.hf_arguments import first_rank_reads, use_one_gpu
-from sweeps.training.model_loading import prepare_model
-from sweeps.training.options import TrainOptions
-from sweeps.training.saving import in_precision
+from sweeps.training.model_loading import add_adapters, prepare_model
+from sweeps.training.options import LoraOptions, TrainOptions
+from sweeps.training.saving import in_precision, merge_adapters
 from sweeps.training.tokenization import IGNORE, make_tokenizer, tokenize_file
 
 token_cache = pytest.fixture(autouse=True, scope="module")(own_token_cache)
@@ -480,6 +481,64 @@ def test_merged_adapters_are_an_ordinary_model(sweep_file, tiny):
         if not value.equal(ordinary.get_parameter(name))
     }
     assert changed_layers == {"q_proj", "down_proj"}
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """Its linear layers are Conv1D, and its classifier is its embedding."""
+    config = GPT2Config(
+        vocab_size=32,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("gpt2", "all-linear"),
+        ("gpt2", ["c_proj", "wpe"]),  # a square layer, and an embedding that is not tied
+        ("llama", "all-linear"),
+        ("llama", ["embed_tokens", "q_proj"]),
+    ],
+)
+def test_merged_weights_are_those_that_peft_merges(tiny, family, targets):
+    torch.manual_seed(0)
+    model = tiny_gpt2() if family == "gpt2" else LlamaForCausalLM.from_pretrained(tiny / "model")
+    assert family == "gpt2" or not model.config.tie_word_embeddings
+    before = copy.deepcopy(model.state_dict())
+    adapted = add_adapters(model, LoraOptions(r=4, alpha=8.0, targets=targets))
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter)
+    merged = merge_adapters(copy.deepcopy(adapted.state_dict()), adapted)
+    expected = adapted.merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert merged[name].equal(weight), name
+    assert any(not weight.equal(before[name]) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("targets", "save", "problem"),
+    [
+        (["wte"], "merged", "wte: its weights are the classifier's too .* train.lora.save=adapter"),
+        (["lm_head"], "merged", "the classifier .* gets no adapter"),
+        (["lm_head"], "adapter", "the classifier .* gets no adapter"),
+    ],
+)
+def test_adapters_that_would_be_lost_are_refused_before_training(targets, save, problem):
+    lora = LoraOptions(r=4, targets=targets, save=save)
+    with pytest.raises(InputError, match=problem):
+        add_adapters(tiny_gpt2(), lora)
+
+
+def test_adapters_of_a_tied_embedding_can_be_saved_alone():
+    add_adapters(tiny_gpt2(), LoraOptions(r=4, targets=["wte"], save="adapter"))
 
 
 def test_adapters_alone_are_not_scored(sweep_file):

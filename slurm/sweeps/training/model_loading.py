@@ -1,6 +1,7 @@
 """The model of a run: loaded, then given packed attention, adapters and compiled layers."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,7 +217,10 @@ def compile_layers(model: PreTrainedModel, was_asked: bool) -> bool:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> nn.Module:
-    """The model with low-rank adapters, everything else frozen."""
+    """The model with low-rank adapters, everything else frozen.
+
+    Raises InputError for layers whose adapters would not be trained, or be lost in the merge.
+    """
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -226,4 +230,41 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> nn.Module:
         lora_dropout=lora.dropout,
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
     )
-    return get_peft_model(model, config)
+    head = model.get_output_embeddings()
+    with warnings.catch_warnings():
+        # peft sets it for GPT-2's Conv1D by itself, layer by layer, and warns that it does.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+        adapted = get_peft_model(model, config)
+    if model.get_output_embeddings() is not head:
+        raise InputError(
+            "train.lora.targets: the classifier (lm_head) gets no adapter, whose gradient the loss "
+            "would not compute; leave it out of the list"
+        )
+    if lora.save == "merged":
+        refuse_what_cannot_be_merged(adapted)
+    return adapted
+
+
+def refuse_what_cannot_be_merged(adapted: nn.Module) -> None:
+    """Raise InputError where a layer's adapter cannot be added to its weights when they are saved.
+
+    That is so where the weights are the classifier's too: the adapter changes the embedding alone.
+    """
+    from peft.tuners.lora import Embedding, Linear, LoraLayer
+
+    instead = "leave it out of the list, or set train.lora.save=adapter, which cannot be scored"
+    base_model = adapted.get_base_model()  # type: ignore[operator]
+    head = base_model.get_output_embeddings()
+    for path, layer in adapted.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        name = path.rpartition(".")[2]
+        if type(layer) not in (Linear, Embedding):
+            kind = type(layer.get_base_layer()).__name__
+            raise InputError(f"train.lora.targets: {name}: {kind} layers are not merged; {instead}")
+        if layer.get_base_layer().weight is head.weight:
+            raise InputError(
+                f"train.lora.targets: {name}: its weights are the classifier's too "
+                "(tie_word_embeddings), which merging would change with them; "
+                f"{instead}"
+            )

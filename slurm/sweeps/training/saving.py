@@ -1,17 +1,18 @@
 """The finished model of a run, in Hugging Face's format."""
 
 import shutil
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from sweeps.runs.files import replace_folder
 from sweeps.training.checkpoint import deleted_on_failure
 from sweeps.training.hf_trainer import SweepTrainer
-from sweeps.training.options import LoraOptions
 
 MODEL_PART = ".model.part"  # the folder of a run in which model/ is being written
+ADAPTER = "default"  # peft's name of the one adapter that each layer has
 
 
 def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -35,8 +36,8 @@ def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> Non
                 model.save_pretrained(str(part), state_dict=weights)
             else:
                 if lora is not None:
+                    weights = merge_adapters(weights, model)
                     model = model.get_base_model()
-                    weights = merge_adapters(weights, lora)
                 if config.tie_word_embeddings:
                     weights.pop("lm_head.weight", None)
                 # transformers also knows names of dtypes, which `load_model` has not left here.
@@ -57,21 +58,51 @@ def in_precision(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Te
     return converted
 
 
-def merge_adapters(weights: dict[str, Tensor], lora: LoraOptions) -> dict[str, Tensor]:
+def merge_adapters(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The weights of an ordinary model, W + (alpha / r) B A, from those of one with adapters.
 
-    peft keeps a layer's W as `….base_layer.weight`, A and B as `….lora_A.default.weight` and
-    `….lora_B.default.weight`, and puts `base_model.model.` before every name.
+    `weights` are all of `model`'s, gathered from all ranks. peft puts `base_model.model.` before
+    every name, and keeps the W of a layer with adapters as `….base_layer.weight`.
+    `model_loading.refuse_what_cannot_be_merged` has seen to it that every adapter has a W to which
+    it can be added.
     """
+    from peft.tuners.lora import LoraLayer
+
+    layers = {}
+    for layer_name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            # FSDP1 wraps modules, which their names show and those of the weights do not.
+            layers[layer_name.replace("_fsdp_wrapped_module.", "")] = layer
     merged = {}
     for name, weight in weights.items():
         if ".lora_" in name:
             continue
-        name_a = name.replace("base_layer", "lora_A.default")
-        name_b = name.replace("base_layer", "lora_B.default")
-        if name_a != name and name_a in weights:
-            product = weights[name_b].float() @ weights[name_a].float()
-            weight = weight.float() + lora.alpha / lora.r * product
+        layer_name = name.removesuffix(".base_layer.weight")
+        if layer_name != name:
+            change = weight_change(weights, layer_name, layers[layer_name])
+            weight = weight.float() + change
         plain_name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         merged[plain_name] = weight
     return merged
+
+
+def weight_change(weights: dict[str, Tensor], layer_name: str, layer: Any) -> Tensor:
+    """What a layer's adapter adds to its weight W: (alpha / r) B A, in the shape of W, in fp32.
+
+    B A is (outputs, inputs), as the weight of a linear layer is. The weight of an embedding is
+    (tokens, features), where the tokens are the inputs, and GPT-2's Conv1D also has the inputs
+    first (`fan_in_fan_out`). For both of these it is transposed.
+    """
+    from peft.tuners.lora import Embedding
+
+    is_embedding = isinstance(layer, Embedding)
+    if is_embedding:
+        a = weights[f"{layer_name}.lora_embedding_A.{ADAPTER}"]
+        b = weights[f"{layer_name}.lora_embedding_B.{ADAPTER}"]
+    else:
+        a = weights[f"{layer_name}.lora_A.{ADAPTER}.weight"]
+        b = weights[f"{layer_name}.lora_B.{ADAPTER}.weight"]
+    product = b.float() @ a.float()
+    if is_embedding or layer.fan_in_fan_out:
+        product = product.T
+    return product * layer.scaling[ADAPTER]
