@@ -199,7 +199,7 @@ def test_several_processes_tokenize_as_one_does(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     one_process, tokenizer = tokenized(tiny, tiny / "chat.jsonl")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "empty"))
-    several = tokenize_file(tiny_options(tiny), tokenizer, conversations_per_part=10)
+    several = tokenize_file(tiny_options(tiny), tokenizer, conversations_per_shard=10)
     assert several.to_list() == one_process
     # Python's os.environ is not where the tokenizers, written in Rust, look.
     getenv = ctypes.CDLL(None).getenv
@@ -219,7 +219,7 @@ tokenization.encode_conversations = encode_conversations
 stop_signal = callbacks.StopSignal(pathlib.Path("absent"))
 train_options = options.TrainOptions(**json.loads(sys.argv[2]))
 tokenizer = tokenization.make_tokenizer(train_options)
-tokenization.tokenize_file(train_options, tokenizer, conversations_per_part=1)
+tokenization.tokenize_file(train_options, tokenizer, conversations_per_shard=1)
 """
 
 
@@ -376,3 +376,36 @@ def test_add_bos_is_refused_where_the_tokenizer_has_no_such_token(tiny, tmp_path
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="has no such token"):
         tokenized(tiny, tiny / "chat.jsonl", tokenizer_name=str(tmp_path), add_bos=True)
+
+
+def saved_tokenizer(tiny: Path, folder: Path, **changes: Any) -> str:
+    """A folder with the tiny tokenizer after these changes of its attributes."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_of_several_templates_the_default_is_taken(tiny, tmp_path):
+    template = AutoTokenizer.from_pretrained(tiny / "model").chat_template
+    templates = {"default": template, "tool_use": "{{ tools }}"}
+    name = saved_tokenizer(tiny, tmp_path / "several", chat_template=templates)
+    assert make_tokenizer(tiny_options(tiny, tokenizer_name=name)).chat_template == template
+
+
+def test_several_templates_without_a_default_are_refused(tiny, tmp_path):
+    templates = {"rag": "{{ messages }}", "tool_use": "{{ tools }}"}
+    name = saved_tokenizer(tiny, tmp_path / "several", chat_template=templates)
+    with pytest.raises(InputError, match=r"several chat templates \(rag, tool_use\)"):
+        make_tokenizer(tiny_options(tiny, tokenizer_name=name))
+    named = tiny_options(tiny, tokenizer_name=name, chat_template_name="alpaca")
+    assert "Instruction" in make_tokenizer(named).chat_template
+
+
+def test_a_tokenizer_without_a_token_to_pad_with_is_refused(tiny, tmp_path):
+    name = saved_tokenizer(
+        tiny, tmp_path / "bare", chat_template="{{ messages }}", pad_token=None, eos_token=None
+    )
+    with pytest.raises(InputError, match="neither a padding token nor an end-of-sequence token"):
+        make_tokenizer(tiny_options(tiny, tokenizer_name=name))

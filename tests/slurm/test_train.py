@@ -35,6 +35,7 @@ from transformers import (
 
 from calibeval.io import InputError
 from sweeps.launch import preflight
+from sweeps.runs import files
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
@@ -361,6 +362,14 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(sweep_file, monkeypa
     assert list(run.checkpoints.iterdir()) == []
 
 
+def test_a_disk_too_full_for_the_first_checkpoint_is_told(tmp_path, monkeypatch):
+    """Not even the folder of checkpoints could be made on it."""
+    monkeypatch.setattr(files, "FULL_DISK", math.inf)
+    part = tmp_path / "checkpoints" / checkpoint.PART
+    with pytest.raises(InputError, match="the disk is full"), checkpoint.deleted_on_failure(part):
+        raise OSError("No space left on device")
+
+
 def test_a_stop_file_that_was_left_over_is_told(sweep_file, capsys):
     run = prepare(sweep_file(grid={}, train={"max_train_steps": 3}))
     run.stop_file.touch()
@@ -629,6 +638,18 @@ def test_a_setting_of_an_fsdp_file_is_true_where_transformers_takes_it_so(tmp_pa
     file.write_text(json.dumps({"version": 2, "cpu_ram_efficient_loading": setting}))
     reads_on_first = first_rank_reads(World(fsdp=str(file)))
     assert reads_on_first == str_to_bool(str(setting), to_bool=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [("version", "two"), ("fsdp_version", 3), ("cpu_ram_efficient_loading", "x")],
+)
+def test_a_setting_of_an_fsdp_file_that_means_nothing_is_named(tmp_path, key, setting):
+    file = tmp_path / "fsdp.json"
+    file.write_text(json.dumps({key: setting}))
+    problem = f"fsdp.json: {key.removeprefix('fsdp_')}: found {setting}, expected"
+    with pytest.raises(InputError, match=problem):
+        first_rank_reads(World(fsdp=str(file)))
 
 
 def test_only_compiling_needs_a_model_whose_layers_are_known(sweep_file):

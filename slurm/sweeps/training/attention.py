@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
+from typing_extensions import Required, TypedDict, Unpack
 
 NAME = "packed"  # under which transformers finds this attention
 
@@ -38,19 +39,23 @@ def use_packed_attention(model: PreTrainedModel, *, gpu: bool, half_precision: b
     return None
 
 
+class PackedSettings(TypedDict, total=False):
+    """What `packed_attention` reads of the settings that transformers hands to every attention."""
+
+    cu_seq_lens_q: Required[Tensor]  # (n + 1,) int32: where each conversation begins, and T
+    max_length_q: Required[int]  # no conversation is longer
+    scaling: float | None  # of the scores; None is 1 / √d
+    dropout: float
+    sliding_window: int | None
+
+
 def packed_attention(
     module: nn.Module | None,
     query: Tensor,  # (1, H, T, d)
     key: Tensor,  # (1, H_kv, T, d)
     value: Tensor,  # (1, H_kv, T, d)
     attention_mask: None,
-    *,
-    cu_seq_lens_q: Tensor,  # (n + 1,) int32: where each conversation begins, and T
-    max_length_q: int,  # no conversation is longer
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **_: object,  # what transformers hands to every attention and this one does not need
+    **settings: Unpack[PackedSettings],
 ) -> tuple[Tensor, None]:  # (1, T, H, d), and no attention weights
     """Causal attention within each conversation: token i sees j with i − window < j ≤ i."""
     query = query[0].transpose(0, 1)
@@ -59,19 +64,22 @@ def packed_attention(
     # Rotary embeddings are computed in fp32 and leave query and key in it.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
+    bounds = settings["cu_seq_lens_q"]
+    length_bound = settings["max_length_q"]
+    sliding_window = settings.get("sliding_window")
     window_left = sliding_window - 1 if sliding_window else -1  # −1 means no window
     output, *_ = torch.ops.aten._flash_attention_forward(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        dropout,
+        bounds,
+        bounds,
+        length_bound,
+        length_bound,
+        settings.get("dropout", 0.0),
         True,  # causal
         False,  # without a debug mask
-        scale=scaling,
+        scale=settings.get("scaling"),
         window_size_left=window_left,
         window_size_right=0,
     )

@@ -16,7 +16,7 @@ from sweeps.runs.files import read_rows
 from sweeps.runs.stages import Outcome
 from sweeps.training.checkpoint import PART
 from sweeps.training.hf_trainer import SweepTrainer
-from sweeps.training.ranks import print_once, seconds_of_this_process
+from sweeps.training.ranks import print_once, seconds_since_start
 from sweeps.training.saving import MODEL_PART
 
 # Slurm sends USR2 ahead of a job's end: to every process of a job on one node, also to ranks; of a
@@ -41,7 +41,7 @@ class StopSignal:
             signal.signal(number, self._note_or_leave)
         # A process that is forked, to tokenize for example, has nothing to save. With this handler
         # it would outlive the TERM by which its pool ends it, and the pool would wait forever.
-        os.register_at_fork(after_in_child=restore_default_handlers)
+        os.register_at_fork(after_in_child=stop_handling_signals)
 
     def _note_or_leave(self, number: int, frame: FrameType | None) -> None:
         self.received = True
@@ -68,11 +68,14 @@ class StopSignal:
         return bool(ranks_asked > 0)
 
 
-def restore_default_handlers() -> None:
-    """Let the signals of a stop do again what they do to a process that handles none."""
+def stop_handling_signals() -> None:
+    """Let TERM and INT end this process at once again, and let it ignore USR2.
+
+    By default USR2 would end it too, but Slurm's warning is for those who save.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which comes for the whole job, not for it
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 class ScheduleCallback(TrainerCallback):
@@ -100,7 +103,7 @@ class ScheduleCallback(TrainerCallback):
             write_rows(metrics, rows)
         if state.global_step > 0:
             print_once(f"resumed: step {state.global_step} of {state.max_steps}")
-        print_once(f"training: begins after {seconds_of_this_process():.0f} s")
+        print_once(f"training: begins after {seconds_since_start():.0f} s")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -15,11 +15,13 @@ The last update has no checkpoint: whoever asks for a stop after it gets the mod
 full disk before model/ is there makes the next attempt repeat the updates since the last
 checkpoint. One more checkpoint of 12 bytes a weight in every run would be dearer than that.
 
-A checkpoint is a folder checkpoints/step-N/, which gets this name once the first node has flushed
-all of it to the disk; of several nodes, the others' file systems flush their own ranks' parts. Its
-state.json lists the sizes of the other files: a full disk, a power cut or a copy that was
-interrupted cuts files off, which their sizes show, and a SHA-256 of 15 GB would keep all ranks
-waiting for eight seconds.
+A checkpoint is a folder checkpoints/step-N/ on the file system that all nodes share. It gets this
+name once the first node has flushed its files to the disk. What ranks on other nodes have written
+is flushed by those nodes themselves, which nobody waits for.
+
+Its state.json lists the sizes of the other files. A full disk, a power cut or a copy that was
+interrupted cuts files off, which their sizes show. A SHA-256 of 15 GB would keep all ranks waiting
+for eight seconds.
 
 It holds what transformers saves: weights, or adapters alone; the optimizer, the schedule and the
 random state of each rank; under DeepSpeed and FSDP in parts. Not in it, because it follows from
@@ -49,7 +51,10 @@ def deleted_on_failure(part: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        was_full = is_disk_full(part.parent)  # asked first: deleting makes room
+        # Asked before the deleting, which makes room. The folder of `part` itself may be missing,
+        # where the disk was too full to make it.
+        existing_folder = next(folder for folder in part.absolute().parents if folder.exists())
+        was_full = is_disk_full(existing_folder)
         shutil.rmtree(part, ignore_errors=True)
         if was_full:
             raise InputError(

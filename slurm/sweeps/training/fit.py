@@ -22,7 +22,7 @@ from sweeps.runs.stages import Outcome
 from sweeps.training.callbacks import (
     ScheduleCallback,
     StopSignal,
-    restore_default_handlers,
+    stop_handling_signals,
 )
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset
@@ -53,8 +53,8 @@ def train(run: Run) -> None:
     )
     if scores_here:
         # Scoring keeps what it has when it is killed, so that it need not hear of a stop.
-        restore_default_handlers()
-        if stop_signal.received:  # after the last look of `fit`; nobody sends it again
+        stop_handling_signals()
+        if stop_signal.received:  # It came after `fit` looked last, and nobody sends it again.
             raise SystemExit(Outcome.STOPPED.value)
         gc.collect()  # The trainer and its model are in reference cycles.
         torch.cuda.empty_cache()
@@ -75,8 +75,9 @@ def fit(run: Run) -> StopSignal:
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if run.stop_file.exists():
-        # A worker begins by deleting a file that was left over. So this one was made since, or was
-        # left to a process that still held the run, or this run was started by hand.
+        # The worker deletes a stop file that was left over, before it starts this program. So this
+        # one came later. Or it was meant for another process that still held the run, for which the
+        # worker left it there. Or this program was started by hand, without a worker.
         print_once(
             f"stop: {run.stop_file} exists, so the run saves after its first update and leaves; "
             "delete the file to train on"
@@ -120,7 +121,7 @@ def make_trainer(
 
     The order matters: each step rests on those before it.
     """
-    # Before the model, whose weights ZeRO-3 splits while they are loaded.
+    # The arguments come before the model, because ZeRO-3 splits its weights while they are loaded.
     arguments = training_arguments(run, train_options, world, len(dataset))
     print_once(f"device: {arguments.device}, {arguments.world_size} processes")
     print_once(dataset.summary)
@@ -128,11 +129,12 @@ def make_trainer(
     set_seed(train_options.seed)
     print_once(f"model: reading {train_options.model_name_or_path}")
     model = load_model(train_options, tokenizer_size, first_rank_reads=first_rank_reads(world))
-    # Before prepare_model, which names an attention that only this process knows.
+    # The configuration is kept before `prepare_model` writes an attention into it that only this
+    # process knows.
     saved_config = config_to_save(model, train_options)
     half_precision = world.mixed_precision != "no"
     prepared = prepare_model(model, train_options, dataset, half_precision)
-    target = load_smoothing_target(train_options, dataset, model.config.vocab_size)
+    smoothing_target = load_smoothing_target(train_options, dataset, model.config.vocab_size)
     trainer = SweepTrainer(
         run,
         train_options,
@@ -140,12 +142,13 @@ def make_trainer(
         arguments=arguments,
         dataset=dataset,
         saved_config=saved_config,
-        data_digest=dataset.fingerprint + target.digest,
+        data_digest=dataset.fingerprint + smoothing_target.digest,
     )
     with warnings.catch_warnings():
-        # With the first batch, which needs nobody's attention.
+        # patch_model warns that it verifies the model's loss only with the first training batch.
+        # That is right here, and no news to the user.
         warnings.filterwarnings("ignore", "patch_model verifies .* when its first training batch")
-        install_loss(trainer, train_options, target.shares)
+        install_loss(trainer, train_options, smoothing_target.shares)
     # Dropout is drawn differently on each rank.
     set_seed(train_options.seed, device_specific=True)
     return trainer

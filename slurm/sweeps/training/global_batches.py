@@ -5,10 +5,11 @@ and the global batch size, which is a multiple of the number of ranks. Packing a
 change how an update is computed, not what it is.
 
 An update's conversations are put into blocks, whose summed losses have a divisor in common: all of
-them into one, or under `reduce_loss: mean` into blocks of per_device_train_batch_size, which are
-what the descriptions of the options call micro-batches. Here the word means what one rank computes
-at once: a packed row of conversations end to end, or padded rows of one conversation each. Each
-block is split into such micro-batches, and these are dealt to the ranks.
+them into one, or under `reduce_loss: mean` into blocks of per_device_train_batch_size. (The
+descriptions of `reduce_loss` and of the other options, which are for users, call these blocks
+micro-batches.) Here a micro-batch is what one rank computes at once: a packed row of conversations
+end to end, or padded rows of one conversation each. Each block is split into such micro-batches,
+and these are dealt to the ranks.
 
 The loss of an update, which its gradient belongs to, is
 
@@ -41,11 +42,13 @@ from calibeval.io import InputError
 from sweeps.training.options import TrainOptions
 from sweeps.training.tokenization import IGNORE
 
-# Tokens: `max_length_q` of packed batches is a multiple of it. What fills a row up counts as a
-# conversation, and the longest is all of an empty row: `model_loading.GPU_ROW_MULTIPLE` tokens. So
-# this may not be smaller than that.
+# Tokens. Attention needs a bound on the length of every segment of a packed row (`max_length_q`):
+# the longest conversation, rounded up to a multiple of this. The padding at a row's end is a
+# segment too, of at most `row_multiple` tokens. So `row_multiple` may not be larger than this.
 LENGTH_STEP = 128
-EPOCH_SEED_STRIDE = 1_000_003  # Two runs whose seeds differ by 1 differ by this in shuffling.
+# An epoch is shuffled with seed · stride + epoch, so that epoch 1 of seed 42 is not epoch 0 of
+# seed 43.
+EPOCH_SEED_STRIDE = 1_000_003
 
 
 class Block(NamedTuple):
@@ -107,7 +110,7 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
         counts = tokens.select_columns(["length", "targets"]).with_format("numpy")[:]
         self.lengths = counts["length"]
         self.target_counts = counts["targets"]
-        self.longest = round_up(int(self.lengths.max()), LENGTH_STEP)
+        self.length_bound = round_up(int(self.lengths.max()), LENGTH_STEP)
 
         usable = np.flatnonzero(self.target_counts)
         held_out = train_options.held_out
@@ -117,7 +120,8 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
                 f"{train_options.max_seq_length} is in {len(usable)} of {len(tokens)} "
                 f"conversations, less {held_out} of train.held_out: none is left to train"
             )
-        # Which ones are held out depends on the data alone, never on the run's seed.
+        # Which ones are held out depends on which conversations are usable, never on the run's
+        # seed.
         order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(0)).numpy()
         self.held_out_conversations = np.sort(usable[order[:held_out]])
         self.train_conversations = np.sort(usable[order[held_out:]])
@@ -129,8 +133,11 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
         self.updates_per_epoch = math.ceil(len(self.train_conversations) / self.global_batch_size)
 
     def use_packing(self, row_multiple: int) -> None:
-        """Make packed batches from now on, whose rows are filled up to a multiple of tokens."""
-        assert row_multiple <= LENGTH_STEP  # which says why
+        """Make packed batches from now on.
+
+        Their rows are padded at the end to a multiple of `row_multiple` tokens.
+        """
+        assert row_multiple <= LENGTH_STEP, "padding could be longer than length_bound"
         self.packed = True
         self.row_multiple = row_multiple
 
@@ -142,8 +149,11 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of an update."""
-        planned = self.plan_update(step)[self.rank]
-        return [MicroBatch(self.collate(one.conversations), one.divisor) for one in planned]
+        micro_batches = []
+        for planned in self.plan_update(step)[self.rank]:
+            inputs = self.collate(planned.conversations)
+            micro_batches.append(MicroBatch(inputs, planned.divisor))
+        return micro_batches
 
     @property
     def summary(self) -> str:
@@ -203,11 +213,12 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
     def _blocks_with_divisors(self, step: int) -> list[Block]:
         """An update's conversations in blocks, each with what its summed loss is divided by.
 
-        The divisors, by which the module's docstring makes the loss of an update, are
+        The divisors, and the loss of an update that the module's formula makes of them, are
 
-            sum          accumulation
-            token_mean   targets of the update / ranks
-            mean         accumulation × targets of the block
+            sum          accumulation                         Σ losses / (ranks · accumulation)
+            token_mean   targets of the update / ranks        Σ losses / targets of the update
+            mean         accumulation · targets of the block  Σ means of the blocks
+                                                                  / (ranks · accumulation)
 
         where accumulation is gradient_accumulation_steps. Under `mean` a block is
         per_device_train_batch_size conversations, also at the end of an epoch, where an update has
@@ -240,38 +251,46 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def collate(self, conversations: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """The model's inputs for some conversations: end to end in one row, or padded rows.
+        """The model's inputs for some conversations: end to end in one row, or in a row each.
 
-        Without any conversation it is padding alone, which has no target.
+        Rows of one conversation each are padded to the longest. Without any conversation the inputs
+        are padding alone, which has no target.
         """
         numbers = [int(conversation) for conversation in conversations]
-        rows = self.tokens.__getitems__(numbers) if numbers else []
-        missing = self._missing_tokens(rows)
-        if missing:  # What fills a row up is a conversation of its own, which nothing sees.
-            filler = {
-                "input_ids": torch.full((missing,), self.pad_token_id),
-                "labels": torch.full((missing,), IGNORE),
+        members: list[dict[str, Tensor]] = []  # `input_ids` and `labels` of each conversation
+        if numbers:
+            members = self.tokens.__getitems__(numbers)
+        padding_length = self._padding_length(members)
+        if padding_length > 0:
+            # It is appended as a conversation of its own, which no other token sees.
+            padding = {
+                "input_ids": torch.full((padding_length,), self.pad_token_id),
+                "labels": torch.full((padding_length,), IGNORE),
             }
-            rows.append(filler)
+            members.append(padding)
         if self.packed:
-            batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
+            batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(members)
             # One number for all batches, so that compiled layers are not compiled again.
-            batch["max_length_q"] = self.longest
-            batch["max_length_k"] = self.longest
+            batch["max_length_q"] = self.length_bound
+            batch["max_length_k"] = self.length_bound
             return batch
         # There is no attention mask: causal tokens never see the padding that follows them.
-        ids = [row["input_ids"] for row in rows]
-        labels = [row["labels"] for row in rows]
+        ids = [member["input_ids"] for member in members]
+        labels = [member["labels"] for member in members]
         return {
             "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad_token_id),
             "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE),
         }
 
-    def _missing_tokens(self, rows: list[dict[str, Tensor]]) -> int:
-        """How many tokens rows lack to a multiple of `row_multiple`, which an empty batch has."""
-        if not rows:
+    def _padding_length(self, members: list[dict[str, Tensor]]) -> int:
+        """How many tokens of padding follow the members, to a multiple of `row_multiple`.
+
+        A micro-batch without members is `row_multiple` tokens of padding. Batches of padded rows,
+        for which `row_multiple` is 1, get none otherwise.
+        """
+        if not members:
             return self.row_multiple
-        total = sum(len(row["labels"]) for row in rows)
+        total = sum(len(member["labels"]) for member in members)
         return round_up(total, self.row_multiple) - total
 
 

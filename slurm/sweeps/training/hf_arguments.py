@@ -44,25 +44,23 @@ def training_arguments(
     Raises InputError where another number of processes runs than the sweep file asks for.
     """
     deepspeed = world.read("deepspeed")
-    fsdp = world.read("fsdp")
     clip_grad_norm = gradient_norm_limit(train_options, deepspeed)
     if deepspeed is not None:
         deepspeed = adapted_deepspeed_config(deepspeed, clip_grad_norm)
-    if fsdp is not None:
-        fsdp = adapted_fsdp_config(fsdp)
-    sharding = Sharding(deepspeed, fsdp)
+    sharding = Sharding(deepspeed, adapted_fsdp_config(world))
 
-    # First, what TrainingArguments and trackers read from the environment.
+    # TrainingArguments and trackers read the environment, so that it is set first.
     if deepspeed is not None and not torch.cuda.is_available():
         start_deepspeed_without_gpu()
     prepare_trackers(run)
-    # Then the arguments, by which this process joins the other ranks.
+    # By this call the process joins the other ranks.
     arguments = make_arguments(run, train_options, world, sharding, clip_grad_norm, total_updates)
-    # Last, what they warn of, undo or do too late, before the model is loaded.
+    # `make_arguments` leaves it off under FSDP2, where its warning does not apply.
     arguments.gradient_checkpointing = train_options.gradient_checkpointing
     use_one_gpu(arguments)
     if first_rank_reads(world):
-        # The model is loaded before the Trainer, which would say so too late.
+        # This sets the variable that tells transformers how to load the model. The Trainer sets it
+        # too, but after the model is loaded.
         enable_fsdp_ram_efficient_loading()
     if arguments.world_size != world.processes:
         raise InputError(
@@ -91,7 +89,6 @@ def make_arguments(
     return TrainingArguments(
         output_dir=str(run.checkpoints / PART),
         max_steps=total_updates,
-        # The options
         learning_rate=train_options.learning_rate,
         lr_scheduler_type=train_options.lr_scheduler_type,
         warmup_steps=int(total_updates * train_options.warmup_ratio),
@@ -101,22 +98,22 @@ def make_arguments(
         gradient_checkpointing=checkpointing_from_start,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         seed=train_options.seed,
-        # Trackers show it; the loss that it would switch on is replaced in `fit.install_loss`.
+        # Trackers show it. The loss that it would switch on is never computed: `training_step` does
+        # not call it, and `patch_trainer` removes it. patch_trainer refuses a factor above 0 that
+        # is not its own label_smoothing.
         label_smoothing_factor=train_options.label_smoothing,
-        # Precision and processes
         bf16=world.mixed_precision == "bf16",
         fp16=world.mixed_precision == "fp16",
         deepspeed=sharding.deepspeed,
-        fsdp=sharding.fsdp is not None,  # type: ignore[arg-type]  # which is to become a bool
+        fsdp=sharding.fsdp is not None,  # type: ignore[arg-type]  # A bool replaces the former words.
         fsdp_config=sharding.fsdp,
         ddp_find_unused_parameters=False,
         use_cpu=not gpu and not is_sharded,
-        # The state that `start_deepspeed_without_gpu` has made is used as it is.
+        # `start_deepspeed_without_gpu` has made a state, which is used as it is.
         accelerator_config={"use_configured_state": sharding.deepspeed is not None and not gpu},
-        # Saving and logging
-        save_strategy="no",  # ScheduleCallback says when
+        save_strategy="no",  # ScheduleCallback decides when to save.
         logging_steps=train_options.logging_steps,
-        logging_nan_inf_filter=False,  # which would wait for the GPU in every update
+        logging_nan_inf_filter=False,  # The filter would wait for the GPU in every update.
         disable_tqdm=not sys.stderr.isatty(),
         log_level="error",
         log_level_replica="error",
@@ -156,41 +153,50 @@ def gradient_norm_limit(train_options: TrainOptions, deepspeed: dict[str, Any] |
     return float(limit)
 
 
-def adapted_fsdp_config(fsdp: dict[str, Any]) -> dict[str, Any]:
-    """An FSDP config with its version, 2 by default, and what FSDP2 loads the model with.
+def adapted_fsdp_config(world: World) -> dict[str, Any] | None:
+    """The FSDP config with its version, 2 by default, and how FSDP2 loads the model; None without.
 
     With `cpu_ram_efficient_loading` the first rank alone reads and widens the weights and sends
     each rank its part; else every rank reads and widens all of them. Under FSDP2 it is on unless
     the file says otherwise; FSDP1 is left as the file has it. transformers takes each key with
     `fsdp_` before it too.
+
+    Raises InputError for another version than 1 or 2.
     """
+    fsdp = world.read("fsdp")
+    if fsdp is None:
+        return None
     adapted = {key.removeprefix("fsdp_"): value for key, value in fsdp.items()}
-    adapted["version"] = int(adapted.get("version", 2))
+    version = str(adapted.get("version", 2))
+    if version not in ("1", "2"):
+        raise InputError(f"{world.fsdp}: version: found {version}, expected 1 or 2")
+    adapted["version"] = int(version)
     if adapted["version"] == 2:
         adapted.setdefault("cpu_ram_efficient_loading", True)
     return adapted
 
 
 def first_rank_reads(world: World) -> bool:
-    """Whether the first rank alone reads the model, and sends each rank its part under FSDP2."""
-    fsdp = world.read("fsdp")
-    if fsdp is None:
-        return False
-    adapted = adapted_fsdp_config(fsdp)
-    return adapted["version"] == 2 and is_true(adapted["cpu_ram_efficient_loading"])
+    """Whether the first rank alone reads the model, and sends each rank its part under FSDP2.
 
-
-def is_true(setting: Any) -> bool:
-    """Whether a setting of an FSDP file is true, by the words that transformers takes for it.
-
-    Raises ValueError for any other word, as transformers does.
+    Raises InputError for a setting that is no word for true or false.
     """
-    return bool(str_to_bool(str(setting)))
+    adapted = adapted_fsdp_config(world)
+    if adapted is None or adapted["version"] != 2:
+        return False
+    setting = adapted["cpu_ram_efficient_loading"]
+    try:
+        return bool(str_to_bool(str(setting)))  # These are the words that transformers takes.
+    except ValueError:
+        raise InputError(
+            f"{world.fsdp}: cpu_ram_efficient_loading: found {setting}, expected true or false"
+        ) from None
 
 
 def adapted_deepspeed_config(deepspeed: dict[str, Any], clip_grad_norm: float) -> dict[str, Any]:
     """A DeepSpeed config in which one batch of the Trainer is a whole update."""
     adapted = dict(deepspeed)
+    # DeepSpeed wants three sizes that multiply out. Only the accumulation changes what it computes.
     adapted["train_micro_batch_size_per_gpu"] = "auto"
     adapted["train_batch_size"] = "auto"
     adapted["gradient_accumulation_steps"] = 1

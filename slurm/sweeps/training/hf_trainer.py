@@ -69,7 +69,7 @@ class SweepTrainer(Trainer):
     def training_step(  # type: ignore[override]  # whose inputs are one dictionary
         self, model: nn.Module, inputs: list[MicroBatch], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Forward and backward of an update.
+        """Forward and backward of an update; with DeepSpeed also the optimizer's step.
 
         What is differentiated is each micro-batch's summed loss, divided by its divisor. What is
         returned, for the log alone, is the undivided sum over this rank's targets:
@@ -79,6 +79,8 @@ class SweepTrainer(Trainer):
         loss_sum = torch.zeros((), device=self.args.device)
         for number, micro_batch in enumerate(inputs, 1):
             is_last = number == len(inputs)
+            # With DeepSpeed, accelerate's `backward` clips, makes the optimizer's step and clears
+            # the gradients where this is set.
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with self._gradients_kept_local(model, local=not is_last):
                 loss = model(**self._on_device(micro_batch.inputs), use_cache=False).loss
@@ -100,7 +102,8 @@ class SweepTrainer(Trainer):
 
     def _backward(self, loss: Tensor) -> None:
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            # DeepSpeed would divide once more, by its own number of micro-batches.
+            # The loss is divided already, by the micro-batch's divisor. DeepSpeed would divide it
+            # by its own number of micro-batches, which `hf_arguments` sets to 1.
             self.accelerator.backward(loss, scale_wrt_gas=False)
         else:
             self.accelerator.backward(loss)
@@ -113,7 +116,10 @@ class SweepTrainer(Trainer):
         return 0
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient's norm, only for updates that are logged: reading it waits for the GPU."""
+        """The gradient's norm: for updates that are logged, and where clipping has taken it anyway.
+
+        Taking it for the others would wait for the GPU.
+        """
         step = self.state.global_step + 1  # The Trainer counts an update after this.
         is_logged = step == self.state.max_steps or step % self.args.logging_steps == 0
         if is_logged or grad_norm is not None:
@@ -138,6 +144,7 @@ class SweepTrainer(Trainer):
         total = self.accelerator.reduce(loss_sum, "sum").item()
         targets = self.dataset.target_counts[self.dataset.held_out_conversations].sum()
         self.log({"held_out_loss": total / int(targets)})
+        # The Trainer's own `evaluate` clears it by the event `on_evaluate`, which is missing here.
         self.control.should_evaluate = False
         return {}
 
@@ -149,13 +156,13 @@ class SweepTrainer(Trainer):
         Raises InputError once the loss is infinite or not a number.
         """
         if "loss" not in logs and "held_out_loss" not in logs:
-            return  # The Trainer's summary at the end of training
+            return  # This is the Trainer's summary at the end of training.
         if "loss" in logs:
             self._add_statistics(logs)
             self._refuse_infinite_loss(logs["loss"])
         step = self.state.global_step
-        # The Trainer counts the whole run as one epoch; trackers are to see the data's epochs. Its
-        # own number is back with its next update.
+        # The Trainer counts the whole run as one epoch, and trackers are to see the data's epochs.
+        # The Trainer sets its own number again at its next update.
         self.state.epoch = round(step / self.dataset.updates_per_epoch, 4)
         if self.is_world_process_zero():
             row = {"step": step, "steps": self.state.max_steps, "epoch": self.state.epoch}
@@ -194,8 +201,10 @@ class SweepTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write checkpoints/step-N/ under another name first, and drop the oldest ones."""
+        # `TrainingArguments.output_dir` is `part`, so that the Trainer writes part/checkpoint-N.
         part = self.run.checkpoints / PART
-        folder = part.with_name(f"step-{self.state.global_step}")
+        written = part / f"checkpoint-{self.state.global_step}"
+        folder = self.run.checkpoints / f"step-{self.state.global_step}"
         if self.is_world_process_zero():
             shutil.rmtree(part, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -203,7 +212,6 @@ class SweepTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            written = part / f"checkpoint-{self.state.global_step}"  # by the Trainer
             keep_last = self.train_options.keep_last_n_checkpoints
             with deleted_on_failure(part):
                 publish_checkpoint(written, folder, self.data_digest, keep_last)

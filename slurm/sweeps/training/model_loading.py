@@ -63,7 +63,7 @@ def load_model(
     else:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.tie_weights()  # which `init_empty_weights` has undone
+        model.tie_weights()  # `init_empty_weights` has undone it.
     model_size = model.config.vocab_size
     if tokenizer_size > model_size:
         print_once(
@@ -76,24 +76,25 @@ def load_model(
         )
     model.config.dtype = base_dtype
     if first_rank_reads:
-        dtypes = dtypes_on_first_rank(model, name)
+        dtypes = agree_on_parameters(model, name)
         if not has_weights:
             allocate_parameters(model, dtypes)
     return model
 
 
-def dtypes_on_first_rank(model: PreTrainedModel, name: str) -> dict[str, torch.dtype]:
-    """The precision of each parameter on the first rank: transformers keeps some in fp32.
+def agree_on_parameters(model: PreTrainedModel, name: str) -> dict[str, torch.dtype]:
+    """Check that this rank has the first rank's parameters; returns each one's precision there.
 
-    Every rank has to call it. Raises InputError where this rank's parameters are others than the
-    first rank's: accelerate sends them in turn, and ranks would wait for each other without end.
+    The precision is not the same for all, because transformers keeps some in fp32. Every rank has
+    to call it. Raises InputError where this rank's parameters are others than the first rank's:
+    accelerate sends them in turn, and ranks would wait for each other without end.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     shapes = {key: tuple(value.shape) for key, value in parameters.items()}
     dtypes = {key: value.dtype for key, value in parameters.items()}
-    of_first_rank: list[Any] = [(shapes, dtypes)]
-    broadcast_object_list(of_first_rank)
-    first_shapes, first_dtypes = of_first_rank[0]
+    shapes_and_dtypes: list[Any] = [(shapes, dtypes)]
+    broadcast_object_list(shapes_and_dtypes)  # It now holds the first rank's.
+    first_shapes, first_dtypes = shapes_and_dtypes[0]
     for key in {**first_shapes, **shapes}:
         if first_shapes.get(key) != shapes.get(key):
             raise InputError(
@@ -166,10 +167,11 @@ def prepare_model(
     prepared: nn.Module = model
     if train_options.lora is not None:
         prepared = add_adapters(model, train_options.lora)
-    compiled = train_options.compile
-    if compiled is None:
-        compiled = gpu and packed and len(dataset) >= COMPILE_FROM_UPDATES
-    if compiled:
+    wants_compiled = train_options.compile
+    if wants_compiled is None:
+        wants_compiled = gpu and packed and len(dataset) >= COMPILE_FROM_UPDATES
+    compiled = False
+    if wants_compiled:
         compiled = compile_layers(model, was_asked=train_options.compile is not None)
     print_once(f"batches: {'packed' if packed else 'padded'}{', compiled' if compiled else ''}")
     return prepared

@@ -27,9 +27,9 @@ from sweeps.runs.stages import Outcome
 from sweeps.training import starting_ranks
 from sweeps.training.options import CommonOptions
 
-CHECKOUT = "OPEN_INSTRUCT_DIR"  # the environment variable that names the checkout
-environment_variables = (CHECKOUT,)  # of the submitting shell, which jobs need
-FileVersion = tuple[int, int] | None  # see `_version`
+CHECKOUT_VARIABLE = "OPEN_INSTRUCT_DIR"  # the environment variable that names the checkout
+environment_variables = (CHECKOUT_VARIABLE,)  # Jobs need it of the submitting shell.
+FileStamp = tuple[int, int] | None  # see `_file_stamp`
 TRAINED = "TRAINED"  # the file that finetune.py leaves beside a finished model
 # What finetune.py imports beyond what every run does.
 MODULES = ("deepspeed", "peft", "nltk", "langdetect", "immutabledict", "rich", "antlr4", "requests")
@@ -100,21 +100,21 @@ def missing(train_options: OpenInstructOptions, world: World) -> list[str]:
 
 def checkout_problems() -> list[str]:
     """What keeps the checkout from training: it is not named, absent or not patched."""
-    if CHECKOUT not in os.environ:
-        return [f"{CHECKOUT} is not set: reproduce.md makes a patched checkout"]
+    if CHECKOUT_VARIABLE not in os.environ:
+        return [f"{CHECKOUT_VARIABLE} is not set: reproduce.md makes a patched checkout"]
     try:
         # Imported here, because it imports torch, for which no other command should wait.
         from smoothed_open_instruct import patches_folder
     except ImportError as error:
         return [f"backend open-instruct: smoothed_open_instruct cannot be imported: {error}"]
-    checkout = Path(os.environ[CHECKOUT]).absolute()
+    checkout = Path(os.environ[CHECKOUT_VARIABLE]).absolute()
     finetune = checkout / "open_instruct" / "finetune.py"
-    message = _patch_problem(patches_folder() / "apply.sh", checkout, _version(finetune))
-    return [] if message is None else [f"{CHECKOUT}: {message}"]
+    message = _patch_problem(patches_folder() / "apply.sh", checkout, _file_stamp(finetune))
+    return [] if message is None else [f"{CHECKOUT_VARIABLE}: {message}"]
 
 
 @functools.cache
-def _patch_problem(apply: Path, checkout: Path, version: FileVersion) -> str | None:
+def _patch_problem(apply: Path, checkout: Path, stamp: FileStamp) -> str | None:
     """Why apply.sh says that a checkout, with this finetune.py, is not patched; None if it is.
 
     The answer is remembered, as a launch asks for it with each run.
@@ -127,7 +127,7 @@ def _patch_problem(apply: Path, checkout: Path, version: FileVersion) -> str | N
     return (check.stderr or check.stdout).strip().removeprefix("error: ")
 
 
-def _version(file: Path) -> FileVersion:
+def _file_stamp(file: Path) -> FileStamp:
     """When a file was written last, and its size; None if it is not there."""
     with contextlib.suppress(OSError):
         status = file.stat()
@@ -136,19 +136,19 @@ def _version(file: Path) -> FileVersion:
 
 
 def data_problems(train_options: OpenInstructOptions) -> list[str]:
-    """What finetune.py cannot read of the training data; empty when it can."""
+    """What finetune.py cannot read of the training data, as far as its first row tells."""
     file = Path(train_options.train_file)
     if file.suffix not in (".json", ".jsonl"):
         return [f"train.train_file: {file}: finetune.py reads .json or .jsonl"]
-    place = _place_without_messages(file, _version(file))
+    place = _place_without_messages(file, _file_stamp(file))
     if place is not None:
         return [f"train.train_file: {place}: finetune.py reads rows with `messages` only"]
     return []
 
 
 @functools.cache
-def _place_without_messages(file: Path, version: FileVersion) -> str | None:
-    """Where the first row of this version of a file stands, if it has no `messages`.
+def _place_without_messages(file: Path, stamp: FileStamp) -> str | None:
+    """Where the first row of a file with this stamp stands, if it has no `messages`.
 
     The answer is remembered, as a launch asks for it with each run, and a list is read whole.
     """
@@ -188,11 +188,11 @@ def clipping_problems(train_options: OpenInstructOptions, world: World) -> list[
 def train(run: Run) -> None:
     """Run finetune.py on this machine's processes; its Monitor writes metrics.jsonl.
 
-    Raises SystemExit with finetune.py's exit code if it fails, and with 75 once it has saved
-    because the stop file appeared, or a signal came.
+    Raises SystemExit with finetune.py's exit code if it fails, and with 75 where it ends well
+    without a finished model: it has then saved, because the stop file appeared or a signal came.
     """
     world = run.config().world
-    checkout = Path(os.environ[CHECKOUT]).absolute()
+    checkout = Path(os.environ[CHECKOUT_VARIABLE]).absolute()
     arguments_file = run.path.absolute() / "finetune.yaml"
     write_text(arguments_file, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
     # The file may have changes of the user's own, so that the log says which one has run.

@@ -13,7 +13,8 @@ To add an option:
 2. Options of backend trainer belong to `TrainOptions`. Those of the optimizer act in
    `hf_arguments`, those of the model in `model_loading`, those of the loss in `fit.install_loss`
    and, what it is divided by, in `global_batches`, those of the data there and in `tokenization`,
-   those of logging and checkpoints in `callbacks` and `hf_trainer`. What makes other tokens of the
+   those of logging and checkpoints in `callbacks` and `hf_trainer`. A loss that reads a file needs
+   the file's digest in `data_digest` (`fit.make_trainer`). What makes other tokens of the
    same file must be a part of `tokens_fingerprint` in `tokenization.tokenize_file`: otherwise a run
    silently gets the tokens that are cached for another value.
    An option of `CommonOptions` or `OpenInstructOptions` reaches finetune.py as a flag of its name,
@@ -164,7 +165,8 @@ class TrainOptions(CommonOptions):
     held_out: Natural = option(
         0,
         "Conversations that are never trained on, the same for every seed, on top of "
-        "max_train_samples. Their loss without smoothing is measured after each epoch.",
+        "max_train_samples. Their loss without smoothing is measured after each epoch and after "
+        "the last update.",
     )
     filter_eps: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] | None = option(
         None,
@@ -190,7 +192,11 @@ class TrainOptions(CommonOptions):
         "Whether an update's conversations lie end to end in as few rows as hold them, each "
         "attending to itself alone; null packs on a GPU in 16 bits.",
     )
-    max_tokens: Positive = option(16384, "Longest packed row, in tokens.")
+    max_tokens: Positive = option(
+        16384,
+        "Tokens of conversations that a packed row may have; a longer conversation has a row of "
+        "its own. On a GPU rows are then padded to a multiple of 128.",
+    )
     compile: bool | None = option(
         None,
         "Whether torch.compile compiles each layer; null compiles packed runs of 300 updates or "

@@ -17,6 +17,6 @@ def print_once(text: str) -> None:
         print(text, flush=True)
 
 
-def seconds_of_this_process() -> float:
+def seconds_since_start() -> float:
     """How long ago this process was started."""
     return time.time() - psutil.Process().create_time()

@@ -1,8 +1,9 @@
 """A file of conversations becomes token ids and labels.
 
 `sweeps.runs.conversations` reads the file, which launching does too, to refuse a bad one early.
-`datasets` keeps the result in its cache, so that it is made once for a file, tokenizer, template
-and length, and all runs and ranks share it. `sweeps.training.global_batches` deals it out.
+`datasets` keeps the result in its cache, so that it is made once for a file, tokenizer, template,
+length and number of conversations (max_train_samples + held_out), and all runs and ranks share it.
+`sweeps.training.global_batches` deals it out.
 """
 
 import contextlib
@@ -55,10 +56,20 @@ TOKENIZING_PATIENCE = 12 * 3600
 def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
     """The run's tokenizer, with the chat template that the options ask for.
 
-    Raises InputError where the tokenizer lacks a token that the template or `add_bos` needs.
+    Raises InputError where the tokenizer has several templates and none is its default, and where
+    it lacks a token that the template, padding or `add_bos` needs.
     """
     tokenizer = load_tokenizer(train_options.tokenizer_name or train_options.model_name_or_path)
     name = tokenizer.name_or_path
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict) and train_options.chat_template_name is None:
+        if "default" not in templates:
+            names = ", ".join(templates)
+            raise InputError(
+                f"{name}: the tokenizer has several chat templates ({names}) and none is called "
+                "default; set train.chat_template_name=tulu, or leave one of them in it"
+            )
+        tokenizer.chat_template = templates["default"]
     if train_options.chat_template_name or not tokenizer.chat_template:
         if tokenizer.eos_token is None:
             raise InputError(
@@ -75,6 +86,11 @@ def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
             raise InputError("train.add_bos: the chat template already adds that token")
         tokenizer.chat_template = "{{ bos_token }}" + template
     if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise InputError(
+                f"{name}: the tokenizer has neither a padding token nor an end-of-sequence token; "
+                "set one in its tokenizer_config.json"
+            )
         # Padding has no target and nothing sees it, so that any token will do.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -83,13 +99,13 @@ def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
 def tokenize_file(
     train_options: TrainOptions,
     tokenizer: PreTrainedTokenizerBase,
-    conversations_per_part: int = 5000,
+    conversations_per_shard: int = 5000,
 ) -> Dataset:
     """The conversations of `train_file` as rows of token ids, from the cache or made on all cores.
 
     Columns: `input_ids`; `labels`, which are −100 where nothing is learned; `length`, the number of
     tokens; `targets`, the number of labels that are not −100. The cache has a file for every
-    `conversations_per_part` conversations, which one process makes.
+    `conversations_per_shard` conversations, which one process makes.
 
     Raises InputError for a file that cannot be read, for a template that hides the assistant's
     part, and where one of the processes is killed.
@@ -119,40 +135,40 @@ def tokenize_file(
             )
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None
-        count = math.ceil(len(texts) / conversations_per_part)
-        parts = []
+        count = math.ceil(len(texts) / conversations_per_shard)
+        shards = []
         for index in range(count):
-            part_texts = texts.shard(count, index, contiguous=True)
+            shard_texts = texts.shard(count, index, contiguous=True)
             file = cache / f"{tokens_fingerprint}-{index:05}-of-{count:05}.arrow"
-            parts.append(Part(part_texts, file))
-        encode_parts(parts, path, tokenizer, train_options.max_seq_length)
-        tokens = concatenate_datasets([Dataset.from_file(str(part.file)) for part in parts])
+            shards.append(Shard(shard_texts, file))
+        encode_shards(shards, path, tokenizer, train_options.max_seq_length)
+        tokens = concatenate_datasets([Dataset.from_file(str(shard.file)) for shard in shards])
     tokens._fingerprint = tokens_fingerprint
     return tokens
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """Some of a file's conversations, and where in the cache their tokens are."""
 
     texts: Dataset
     file: Path
 
 
-def encode_parts(
-    parts: Sequence[Part],
+def encode_shards(
+    shards: Sequence[Shard],
     train_file: Path,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None,
 ) -> None:
-    """Make the files of those parts that the cache lacks, each in one of several processes.
+    """Make the files of those shards that the cache lacks, each in one of several processes.
 
     Raises what a process raises, and InputError where one is killed.
     """
-    lacking = [part for part in parts if not part.file.exists()]
+    lacking = [shard for shard in shards if not shard.file.exists()]
     processes = min(len(os.sched_getaffinity(0)), len(lacking))
     if processes <= 1:
-        for part in lacking:
-            encode_part(part, tokenizer, max_length)
+        for shard in lacking:
+            encode_shard(shard, tokenizer, max_length)
         return
     # Processes of a run that is killed must end with it.
     os.register_at_fork(after_in_child=follow_parent)
@@ -160,7 +176,7 @@ def encode_parts(
     # where the process held the lock of the pool's queue.
     executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
     with one_thread_tokenizers(), executor:
-        futures = [executor.submit(encode_part, part, tokenizer, max_length) for part in lacking]
+        futures = [executor.submit(encode_shard, shard, tokenizer, max_length) for shard in lacking]
         try:
             for future in as_completed(futures):
                 future.result()
@@ -188,16 +204,16 @@ def one_thread_tokenizers() -> Iterator[None]:
         os.environ["TOKENIZERS_PARALLELISM"] = parallelism
 
 
-def encode_part(part: Part, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> None:
-    """Write the tokens of a part into its file, which appears whole."""
-    part.texts.map(
+def encode_shard(shard: Shard, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> None:
+    """Write the tokens of a shard into its file, which appears whole."""
+    shard.texts.map(
         encode_batch,
         batched=True,
         fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
         remove_columns="messages",
         features=Features(COLUMNS),  # type: ignore[arg-type]
-        cache_file_name=str(part.file),
-        new_fingerprint=part.file.stem,
+        cache_file_name=str(shard.file),
+        new_fingerprint=shard.file.stem,
     )
 
 
