@@ -9,7 +9,8 @@ with the same tokens, 64 conversations an update, AdamW over fp32 weights with b
 falls linearly from its first update. FOLDER/training.jsonl grows by a row a trial, with its date,
 card, versions and commit; a trial that fails, or a library that is not installed, is a row with its
 reason. The table comes last. What an earlier call left of a trial in FOLDER is deleted when the
-trial begins, its caches too; model and tokenizer stay while they are of the same data and shape.
+trial begins, its caches too; model and tokenizer stay while they are made of the same data, shape
+and template.
 
 Not the same: the sweeps' trainer packs an update into rows without padding, and the others pad
 micro-batches of 16 conversations (of 8 with llama-8b), which nothing tunes to the memory that is
@@ -35,12 +36,13 @@ Trainers:
 Columns: tokens/s (tokens that are no padding, median over updates after the third), milliseconds an
 update (a mean update's tokens at that pace), MFU (model FLOP utilisation, about: (6 N + 6 V D t +
 6 L H d · s) · tokens/s over the peak of --peak, for N weights of linear maps in the layers, V × D
-of the classifier, t the share of tokens that are learnt, L layers of H heads of d dimensions, and s
+of the classifier, t the share of tokens that are targets of the loss, L layers of H heads of d dimensions, and s
 the mean number of tokens of a conversation, which counts long conversations' attention too low),
 the peak of allocated GPU memory, seconds until the first update is done, and the mean loss of the
 last quarter of updates. A row of training.jsonl also has t as `learnt` and s as `mean_length`.
 
-The tokenizer is a BPE trained on the data, so that tokens are about as long as usual.
+The tokenizer is a BPE trained on the data, so that tokens are about as long as usual. A file with
+fewer conversations than all updates need is repeated.
 
 With --profile, TRL's and Unsloth's trials also write FOLDER/MODEL.TRAINER.profile.txt: which share
 of the batches' tokens is padding, which share of the time the GPU computes, and where that time
@@ -58,14 +60,13 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGES = [str(PROJECT / folder) for folder in ("kernel", "eval", "patches", "slurm")]
@@ -102,10 +103,10 @@ class Shape:
     head_dim: int
     tie_word_embeddings: bool
 
-    def flops_per_token(self, length: float, learnt: float) -> float:
+    def flops_per_token(self, length: float, target_share: float) -> float:
         """FLOP of a forward and backward pass for each token of conversations this long.
 
-        Of the tokens a share of `learnt` has a loss, and needs the classifier.
+        A share of the tokens, `target_share`, are targets of the loss and need the classifier.
         """
         attention = self.num_attention_heads * self.head_dim
         key_value = self.num_key_value_heads * self.head_dim
@@ -116,11 +117,11 @@ class Shape:
         # A token has a product with each key and one with each value, of half of the conversation
         # in the mean: 2 · ½ = 1.
         attention_products = self.num_hidden_layers * attention * length
-        return 6 * weights + 6 * classifier * learnt + 6 * attention_products
+        return 6 * weights + 6 * classifier * target_share + 6 * attention_products
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class BenchmarkModel:
     """A shape, and how it is trained."""
 
     architecture: str  # of transformers, without Config or ForCausalLM
@@ -137,7 +138,7 @@ class Model:
 
 
 MODELS = {
-    "qwen-1.5b": Model(
+    "qwen-1.5b": BenchmarkModel(
         "Qwen2",
         Shape(
             vocab_size=151936,
@@ -150,7 +151,7 @@ MODELS = {
             tie_word_embeddings=True,
         ),
     ),
-    "llama-1b": Model(
+    "llama-1b": BenchmarkModel(
         "Llama",
         Shape(
             vocab_size=128256,
@@ -163,7 +164,7 @@ MODELS = {
             tie_word_embeddings=True,
         ),
     ),
-    "llama-8b": Model(
+    "llama-8b": BenchmarkModel(
         "Llama",
         Shape(
             vocab_size=128256,
@@ -178,7 +179,7 @@ MODELS = {
         micro_batch=8,
         gradient_checkpointing=True,
     ),
-    "tiny": Model(
+    "tiny": BenchmarkModel(
         "Llama",
         Shape(
             vocab_size=512,
@@ -195,8 +196,8 @@ MODELS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainer:
-    """One of the trainers, and the settings that tell it from the others of its kind."""
+class Contender:
+    """One of the trainers that are compared, and what tells it from the others of its kind."""
 
     kind: str  # sweeps, trl or unsloth
     needs: tuple[str, ...]  # packages
@@ -208,36 +209,38 @@ class Trainer:
 
 
 # A further trainer under TRL's SFTTrainer is an entry here, a line in the docstring above, its
-# packages in VERSIONS, and in SHARDED if it shards; another loader belongs into `load_for_trl`. One
-# of another kind also needs a function like `train_by_trl`, and an entry of TRAINING. Every kind
-# but "sweeps" is started by torchrun on several GPUs (`run_trial`).
+# packages in VERSIONS, and in DEFAULT_ON_SEVERAL_GPUS if it belongs to that comparison; another
+# loader belongs into `load_for_trl`. One of another kind also needs a function like `train_by_trl`,
+# and an entry of TRAINING. Every kind but "sweeps" is started by torchrun on several GPUs
+# (`trial_command`).
 TRAINERS = {
-    "ours": Trainer("sweeps", (), {"compile": False}),
-    "ours-compiled": Trainer("sweeps", (), {"compile": True}),
-    "ours-smoothed": Trainer("sweeps", (), {"compile": True, "label_smoothing": 0.1}),
-    "ours-zero3": Trainer(
+    "ours": Contender("sweeps", (), {"compile": False}),
+    "ours-compiled": Contender("sweeps", (), {"compile": True}),
+    "ours-smoothed": Contender("sweeps", (), {"compile": True, "label_smoothing": 0.1}),
+    "ours-zero3": Contender(
         "sweeps",
         ("deepspeed",),
         {"compile": False},
         deepspeed="configs/deepspeed/zero3.json",
         only_if_named=True,
     ),
-    "ours-lora": Trainer(
+    "ours-lora": Contender(
         "sweeps",
         ("peft",),
         {"compile": False, "lora": {"r": 16, "alpha": 32}},
         only_if_named=True,
     ),
-    "trl": Trainer("trl", ("trl",), {}),
-    "trl-liger": Trainer("trl", ("trl", "liger_kernel"), {"use_liger_kernel": True}),
-    "trl-patched": Trainer("trl", ("trl",), {}, is_patched=True),
-    "trl-grouped": Trainer("trl", ("trl",), {"train_sampling_strategy": "group_by_length"}),
-    "trl-padding-free": Trainer(
+    "trl": Contender("trl", ("trl",), {}),
+    "trl-liger": Contender("trl", ("trl", "liger_kernel"), {"use_liger_kernel": True}),
+    "trl-patched": Contender("trl", ("trl",), {}, is_patched=True),
+    "trl-grouped": Contender("trl", ("trl",), {"train_sampling_strategy": "group_by_length"}),
+    "trl-padding-free": Contender(
         "trl", ("trl", "flash_attn"), {"padding_free": True}, attention="flash_attention_2"
     ),
-    "unsloth": Trainer("unsloth", ("trl", "unsloth"), {}),
+    "unsloth": Contender("unsloth", ("trl", "unsloth"), {}),
 }
-SHARDED = ("ours", "ours-zero3", "trl", "trl-liger", "trl-patched")  # where --gpus is more than one
+# What is compared by default with --gpus above 1. Every trainer that is named is sharded there.
+DEFAULT_ON_SEVERAL_GPUS = ("ours", "ours-zero3", "trl", "trl-liger", "trl-patched")
 
 
 def main() -> int:
@@ -247,11 +250,11 @@ def main() -> int:
         return TRAINING[TRAINERS[arguments.trial].kind](arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = []
-    for model in arguments.models:
-        prepare(model, arguments)
-        for name in arguments.trainers:
-            row = {"model": model, "trainer": name, **circumstances(arguments)}
-            row.update(run_trial(model, name, arguments))
+    for model_name in arguments.models:
+        prepare(model_name, arguments)
+        for trainer_name in arguments.trainers:
+            row = {"model": model_name, "trainer": trainer_name, **circumstances(arguments)}
+            row.update(run_trial(model_name, trainer_name, arguments))
             results.append(row)
             print(json.dumps(row), flush=True)
             with open(arguments.out / "training.jsonl", "a", encoding="utf-8") as out:
@@ -273,7 +276,7 @@ def circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
         "gpus": arguments.gpus,
         "card": card,
         "steps": arguments.steps,
-        "conversations": arguments.conversations,
+        "conversations": arguments.update_size,
         "peak": arguments.peak,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -301,7 +304,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, help="default: all that apply")
     parser.add_argument("--gpus", type=int, default=1, help="above 1: sharded by FSDP2 or ZeRO-3")
     parser.add_argument("--steps", type=int, default=24, help="updates of a trial")
-    parser.add_argument("--conversations", type=int, default=CONVERSATIONS, help="of an update")
+    parser.add_argument(
+        "--conversations",
+        dest="update_size",
+        metavar="CONVERSATIONS",
+        type=int,
+        default=CONVERSATIONS,
+        help="of an update",
+    )
     parser.add_argument("--limit", type=int, default=600, help="seconds of a trial")
     parser.add_argument("--peak", type=float, default=989e12, help="FLOP/s of a GPU; H100 SXM's")
     parser.add_argument("--profile", action="store_true", help="of TRL's and Unsloth's trials")
@@ -309,7 +319,7 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.trainers is None:
         unnamed = [name for name, trainer in TRAINERS.items() if not trainer.only_if_named]
-        arguments.trainers = list(SHARDED) if arguments.gpus > 1 else unnamed
+        arguments.trainers = list(DEFAULT_ON_SEVERAL_GPUS) if arguments.gpus > 1 else unnamed
     refuse_too_few_updates(parser, arguments)
     refuse_uneven_updates(parser, arguments)
     return arguments
@@ -328,116 +338,151 @@ def refuse_too_few_updates(parser: argparse.ArgumentParser, arguments: argparse.
 
 def refuse_uneven_updates(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """End the program where trainers would take updates of different sizes."""
-    for model in arguments.models:
-        of_a_gpu = arguments.conversations // arguments.gpus
-        micro_batch = min(MODELS[model].micro_batch, max(1, of_a_gpu))
+    for model_name in arguments.models:
+        conversations_per_gpu = arguments.update_size // arguments.gpus
+        micro_batch = min(MODELS[model_name].micro_batch, max(1, conversations_per_gpu))
         parts = arguments.gpus * micro_batch
-        if of_a_gpu == 0 or arguments.conversations % parts:
+        if conversations_per_gpu == 0 or arguments.update_size % parts:
             parser.error(
-                f"--conversations {arguments.conversations}: {arguments.gpus} GPUs with "
-                f"micro-batches of {micro_batch} need a multiple of {parts} for {model}"
+                f"--conversations {arguments.update_size}: {arguments.gpus} GPUs with "
+                f"micro-batches of {micro_batch} need a multiple of {parts} for {model_name}"
             )
 
 
-def model_folder(model: str, arguments: argparse.Namespace) -> Path:
-    return arguments.out.absolute() / "models" / model
+def model_folder(model_name: str, arguments: argparse.Namespace) -> Path:
+    return arguments.out.absolute() / "models" / model_name
 
 
-def prepare(model: str, arguments: argparse.Namespace) -> None:
-    """Write the model's random weights in bf16, and a tokenizer trained on the data."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def prepare(model_name: str, arguments: argparse.Namespace) -> None:
+    """Write the model's random weights in bf16, and a tokenizer trained on the data.
 
-    folder = model_folder(model, arguments)
-    made_of = folder / "made_of.json"  # written last, so that what is cut short is made anew
-    number = len(conversations(arguments))
+    What an earlier call has written stays, if it was made of the same data, model and template.
+    """
+    folder = model_folder(model_name, arguments)
+    recipe_file = folder / "made_of.json"  # written last, so that what is cut short is made anew
     recipe = {
         "sha256": hashlib.sha256(arguments.alpaca.read_bytes()).hexdigest(),
-        "rows": number,
-        "shape": dataclasses.asdict(MODELS[model].shape),
+        "rows": len(training_data(arguments)),
+        "architecture": MODELS[model_name].architecture,
+        "shape": dataclasses.asdict(MODELS[model_name].shape),
+        "template": TEMPLATE.read_text("utf-8"),
     }
-    if made_of.exists() and json.loads(made_of.read_text("utf-8")) == recipe:
+    if recipe_file.exists() and json.loads(recipe_file.read_text("utf-8")) == recipe:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    architecture = MODELS[model].architecture
+    write_model(model_name, folder)
+    write_tokenizer(model_name, arguments, folder)
+    recipe_file.write_text(json.dumps(recipe), "utf-8")
+
+
+def write_model(model_name: str, folder: Path) -> None:
+    """Write a model of random weights in bf16."""
+    import torch
+    import transformers
+
+    architecture = MODELS[model_name].architecture
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        network = getattr(transformers, f"{architecture}ForCausalLM")(MODELS[model].config())
+        model_class = getattr(transformers, f"{architecture}ForCausalLM")
+        model = model_class(MODELS[model_name].config())
     torch.set_default_dtype(default)
-    network.save_pretrained(folder, max_shard_size="2GB")
-    del network
+    model.save_pretrained(folder, max_shard_size="2GB")
+    del model
     torch.cuda.empty_cache()
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    size = min(60_000, MODELS[model].shape.vocab_size)
-    special = ["<pad>", "</s>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+
+
+def write_tokenizer(model_name: str, arguments: argparse.Namespace, folder: Path) -> None:
+    """Write a BPE tokenizer that is trained on the data."""
+    import tokenizers
+    import transformers
+
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = byte_level(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe_trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=min(60_000, MODELS[model_name].shape.vocab_size),
+        special_tokens=["<pad>", "</s>"],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
     )
     texts = []
-    for row in conversations(arguments):
+    for row in training_data(arguments):
         texts.append(f"{row['instruction']}\n{row['input']}\n{row['output']}")
-    bpe.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator(texts, bpe_trainer)
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>"
     )
     fast.chat_template = TEMPLATE.read_text("utf-8")
     fast.save_pretrained(folder)
-    made_of.write_text(json.dumps(recipe), "utf-8")
 
 
-def conversations(arguments: argparse.Namespace) -> list[dict[str, str]]:
-    """The conversations of all updates, in Alpaca's form."""
-    every = json.loads(arguments.alpaca.read_text("utf-8"))
-    return every[: arguments.conversations * arguments.steps]
+def training_data(arguments: argparse.Namespace) -> list[dict[str, str]]:
+    """The conversations of all updates, in Alpaca's form; a file that is too short is repeated."""
+    rows = json.loads(arguments.alpaca.read_text("utf-8"))
+    return list(itertools.islice(itertools.cycle(rows), arguments.update_size * arguments.steps))
 
 
-def run_trial(model: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_trial(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train once in a new process, or in one for each GPU; returns a row's figures."""
-    absent = [package for package in TRAINERS[name].needs if not importable(package)]
+    absent = [package for package in TRAINERS[trainer_name].needs if not importable(package)]
     if absent:
         return {"failed": f"not installed: {', '.join(absent)}"}
-    command = [sys.executable, __file__, "--trial", name, "--models", model]
-    command += ["--alpaca", arguments.alpaca, "--out", arguments.out]
-    command += ["--gpus", arguments.gpus, "--steps", arguments.steps]
-    command += ["--conversations", arguments.conversations]
-    if arguments.profile:
-        command.append("--profile")
-    if arguments.gpus > 1 and TRAINERS[name].kind != "sweeps":  # which starts its ranks itself
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command[1:1] = [*launcher, arguments.gpus]
-    paths = [*PACKAGES, str(PROJECT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment["BENCHMARK_BEGAN"] = str(time.time())
-    result = arguments.out / f"{model}.{name}.json"
-    for earlier in (result, tokens_file(model, name, arguments)):
+    result = arguments.out / f"{model_name}.{trainer_name}.json"
+    for earlier in (result, tokens_file(model_name, trainer_name, arguments)):
         earlier.unlink(missing_ok=True)
-    shutil.rmtree(arguments.out / "runs" / f"{model}.{name}", ignore_errors=True)
-    cache = cache_folder(model, name, arguments)
+    shutil.rmtree(arguments.out / "runs" / f"{model_name}.{trainer_name}", ignore_errors=True)
+    cache = cache_folder(model_name, trainer_name, arguments)
     shutil.rmtree(cache, ignore_errors=True)
-    environment["HF_DATASETS_CACHE"] = str(cache)  # where the sweeps' trainer keeps tokens
-    log = arguments.out / f"{model}.{name}.log"
-    code = run_to_the_end([str(word) for word in command], environment, log, arguments.limit)
+    log = arguments.out / f"{model_name}.{trainer_name}.log"
+    command = trial_command(model_name, trainer_name, arguments)
+    code = run_to_the_end(command, trial_environment(cache), log, arguments.limit)
     if code is None:
         return {"failed": f"not done after {arguments.limit} s"}
     if code or not result.exists():
         lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
         return {"failed": (errors or lines or ["no output"])[-1].strip()[:300]}
-    found = json.loads(result.read_text("utf-8"))
+    figures = json.loads(result.read_text("utf-8"))
     result.unlink()
-    shape = MODELS[model].shape
-    per_token = shape.flops_per_token(found["mean_length"], found["learnt"])
-    whole = found["tokens_per_second"] * per_token
-    found["mfu"] = round(whole / arguments.peak / arguments.gpus, 3)
-    return found
+    shape = MODELS[model_name].shape
+    per_token = shape.flops_per_token(figures["mean_length"], figures["learnt"])
+    flops_per_second = figures["tokens_per_second"] * per_token
+    figures["mfu"] = round(flops_per_second / arguments.peak / arguments.gpus, 3)
+    return figures
+
+
+def trial_command(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> list[str]:
+    """The command of a trial, whose process this script recognizes by --trial."""
+    command = [sys.executable]
+    # The sweeps' trainer starts its ranks itself.
+    if arguments.gpus > 1 and TRAINERS[trainer_name].kind != "sweeps":
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", arguments.gpus]
+    command += [__file__, "--trial", trainer_name, "--models", model_name]
+    command += ["--alpaca", arguments.alpaca, "--out", arguments.out]
+    command += ["--gpus", arguments.gpus, "--steps", arguments.steps]
+    command += ["--conversations", arguments.update_size]
+    if arguments.profile:
+        command.append("--profile")
+    return [str(word) for word in command]
+
+
+def trial_environment(cache: Path) -> dict[str, str]:
+    """The environment of a trial's processes, all of which BENCHMARK_BEGAN tells from others."""
+    paths = [*PACKAGES, str(PROJECT)]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["HF_HUB_OFFLINE"] = "1"
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    environment["HF_DATASETS_CACHE"] = str(cache)  # where the sweeps' trainer keeps tokens
+    environment["BENCHMARK_BEGAN"] = str(time.time())
+    return environment
 
 
 def run_to_the_end(
@@ -445,8 +490,8 @@ def run_to_the_end(
 ) -> int | None:
     """The command's exit code, or None where it took longer. None of its processes outlives it.
 
-    A trainer starts others, a launcher its ranks. They are in one process group, which is killed as
-    a whole, for otherwise they would hold the GPU under the next trial."""
+    A trainer starts others, a launcher its ranks, which would hold the GPU under the next trial.
+    """
     with open(log, "w", encoding="utf-8") as out:
         process = subprocess.Popen(
             command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -456,28 +501,47 @@ def run_to_the_end(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with contextlib.suppress(ProcessLookupError):  # where all have ended
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_processes(environment["BENCHMARK_BEGAN"])
         process.wait()
+
+
+def kill_processes(began: str) -> None:
+    """Kill all processes of the trial that began then, also those that are started meanwhile.
+
+    They are told by their environment: torchrun gives each rank a session of its own, so that
+    ranks are in no process group with it, and have no parent once it has ended.
+    """
+    import psutil
+
+    while True:
+        killed = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("BENCHMARK_BEGAN") == began:
+                    process.kill()
+                    killed.append(process)
+        if not killed:
+            return
+        psutil.wait_procs(killed, timeout=10)
 
 
 def importable(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def hand_over(name: str, arguments: argparse.Namespace, figures: dict[str, Any]) -> int:
+def hand_over(trainer_name: str, arguments: argparse.Namespace, figures: dict[str, Any]) -> int:
     """Hand a trial's figures to the process that started it."""
-    target = arguments.out / f"{arguments.models[0]}.{name}.json"
+    target = arguments.out / f"{arguments.models[0]}.{trainer_name}.json"
     target.write_text(json.dumps(figures))
     return 0
 
 
 def train_by_sweeps(arguments: argparse.Namespace) -> int:
     """Train by `python -m sweeps launch`, and read the run's metrics.jsonl."""
-    (model,) = arguments.models
-    name = arguments.trial
-    sweep = sweep_of(model, name, arguments)
-    file = arguments.out / f"{model}.{name}.yaml"
+    (model_name,) = arguments.models
+    trainer_name = arguments.trial
+    sweep = sweep_of(model_name, trainer_name, arguments)
+    file = arguments.out / f"{model_name}.{trainer_name}.yaml"
     launched = launch(sweep, file)
     folder = Path(sweep["output_root"]) / sweep["name"]
     updates = logged_updates(folder)
@@ -491,39 +555,39 @@ def train_by_sweeps(arguments: argparse.Namespace) -> int:
     pace = statistics.median(row["tokens_per_second"] for row in updates[WARM_UP:])
     memory = max(row.get("gpu_memory_gib", 0.0) for row in updates)
     losses = [row["loss"] for row in updates]
-    figures = figures_of(model, arguments, pace, memory, updates[0]["time"], losses)
-    return hand_over(name, arguments, figures)
+    figures = figures_of(model_name, arguments, pace, memory, updates[0]["time"], losses)
+    return hand_over(trainer_name, arguments, figures)
 
 
-def sweep_of(model: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def sweep_of(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The sweep of one run by which a trainer's trial is done; its data are written."""
     data = arguments.out.absolute() / "alpaca.json"
-    data.write_text(json.dumps(conversations(arguments)))
+    data.write_text(json.dumps(training_data(arguments)))
     return {
-        "name": f"{model}.{name}",
+        "name": f"{model_name}.{trainer_name}",
         "output_root": str(arguments.out.absolute() / "runs"),
         "train": {
-            "model_name_or_path": str(model_folder(model, arguments)),
+            "model_name_or_path": str(model_folder(model_name, arguments)),
             "train_file": str(data),
             "reduce_loss": "token_mean",
             "learning_rate": 1e-5,
             "max_train_steps": arguments.steps,
             "num_train_epochs": 1,
-            "per_device_train_batch_size": arguments.conversations // arguments.gpus,
-            "gradient_checkpointing": MODELS[model].gradient_checkpointing,
+            "per_device_train_batch_size": arguments.update_size // arguments.gpus,
+            "gradient_checkpointing": MODELS[model_name].gradient_checkpointing,
             "logging_steps": 1,
             "checkpointing_steps": None,
             "clip_grad_norm": CLIP_GRADIENT_NORM,
             "lr_scheduler_type": "linear",
             "warmup_ratio": 0.0,
             "weight_decay": 0.0,
-            **TRAINERS[name].settings,
+            **TRAINERS[trainer_name].settings,
         },
-        "world": world_of(name, arguments.gpus),
+        "world": world_of(trainer_name, arguments.gpus),
     }
 
 
-def world_of(name: str, gpus: int) -> dict[str, Any]:
+def world_of(trainer_name: str, gpus: int) -> dict[str, Any]:
     """The sweep's `world:`: how many processes train, how they share the model, and in what."""
     import torch
 
@@ -531,7 +595,7 @@ def world_of(name: str, gpus: int) -> dict[str, Any]:
         "processes_per_node": gpus,
         "mixed_precision": "bf16" if torch.cuda.is_available() else "no",
     }
-    deepspeed = TRAINERS[name].deepspeed
+    deepspeed = TRAINERS[trainer_name].deepspeed
     if deepspeed:
         world["deepspeed"] = str(PROJECT / deepspeed)
     elif gpus > 1:
@@ -558,7 +622,7 @@ def logged_updates(folder: Path) -> list[dict[str, Any]]:
 
 
 def figures_of(
-    model: str,
+    model_name: str,
     arguments: argparse.Namespace,
     pace: float,  # tokens a second
     memory: float,  # GiB
@@ -566,15 +630,15 @@ def figures_of(
     losses: list[float],
 ) -> dict[str, Any]:
     """A row's figures, of every trainer by the same rules."""
-    tokens, learnt, number_of_conversations = count_tokens(model, arguments)
+    counts = count_tokens(model_name, arguments)
     return {
         "tokens_per_second": round(pace),
-        "ms_per_update": round(1000 * tokens / arguments.steps / pace),
+        "ms_per_update": round(1000 * counts.tokens / arguments.steps / pace),
         "gpu_memory_gib": round(memory, 2),
         "seconds_to_first_update": round(first_update - began(), 1),
         "loss": last_quarter(losses),
-        "mean_length": tokens / number_of_conversations,
-        "learnt": learnt / tokens,
+        "mean_length": counts.tokens / counts.conversations,
+        "learnt": counts.targets / counts.tokens,
     }
 
 
@@ -589,60 +653,72 @@ def last_quarter(losses: list[float]) -> float:
     return round(statistics.mean(losses[-count:]), 4)
 
 
-def tokenized(model: str, arguments: argparse.Namespace) -> Iterator[dict[str, list[int]]]:
-    """Each conversation's tokens, and its labels: the assistant's tokens alone."""
+def tokenized(model_name: str, arguments: argparse.Namespace) -> Iterator[dict[str, list[int]]]:
+    """Each conversation's tokens, and its labels: the assistant's tokens alone.
+
+    Labels begin after as many tokens as the prompt alone has. The sweeps' trainer takes those that
+    begin in the assistant's text, which can differ by a token where a token spans both.
+    """
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(model, arguments))
-    for row in conversations(arguments):
-        asked = row["instruction"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(model_name, arguments))
+    for row in training_data(arguments):
+        prompt = row["instruction"]
         if row["input"]:
-            asked += f"\n\n### Input:\n{row['input']}"
+            prompt += f"\n\n### Input:\n{row['input']}"
         messages = [
-            {"role": "user", "content": asked},
+            {"role": "user", "content": prompt},
             {"role": "assistant", "content": row["output"]},
         ]
-        prompt = tokenizer.apply_chat_template(
+        beginning = tokenizer.apply_chat_template(
             messages[:1], add_generation_prompt=True, tokenize=False
         )
         whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        before = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        before = len(tokenizer(beginning, add_special_tokens=False)["input_ids"])
         tokens = tokenizer(whole, add_special_tokens=False)["input_ids"]
         yield {"input_ids": tokens, "labels": [IGNORED] * before + tokens[before:]}
 
 
-def count_tokens(model: str, arguments: argparse.Namespace) -> tuple[int, int, int]:
-    """Tokens of the data, those of them that are learnt, and conversations."""
+class TokenCounts(NamedTuple):
+    """What the data of all updates is made of."""
+
+    conversations: int
+    tokens: int
+    targets: int  # tokens that a loss is taken of
+
+
+def count_tokens(model_name: str, arguments: argparse.Namespace) -> TokenCounts:
+    """Count the data of all updates."""
+    conversations = 0
     tokens = 0
-    learnt = 0
-    number_of_conversations = 0
-    for row in tokenized(model, arguments):
+    targets = 0
+    for row in tokenized(model_name, arguments):
+        conversations += 1
         tokens += len(row["labels"])
-        learnt += sum(label != IGNORED for label in row["labels"])
-        number_of_conversations += 1
-    return tokens, learnt, number_of_conversations
+        targets += sum(label != IGNORED for label in row["labels"])
+    return TokenCounts(conversations, tokens, targets)
 
 
 def train_by_trl(arguments: argparse.Namespace) -> int:
     """Train by TRL's SFTTrainer, on conversations that are tokenised already."""
-    (model,) = arguments.models
-    name = arguments.trial
-    network, tokenizer = load_for_trl(model, name, arguments)
+    (model_name,) = arguments.models
+    trainer_name = arguments.trial
+    model, tokenizer = load_for_trl(model_name, trainer_name, arguments)
     import torch
     from trl import SFTTrainer
 
     clock = stopwatch()
     callbacks = [clock]
     if arguments.profile and trl_rank() == 0:
-        callbacks.append(profiler(arguments.out / f"{model}.{name}.profile.txt"))
+        callbacks.append(profiler(arguments.out / f"{model_name}.{trainer_name}.profile.txt"))
     trainer = SFTTrainer(
-        network,
-        args=trl_config(model, name, arguments),
-        train_dataset=tokens_for_trl(model, name, arguments),
+        model,
+        args=trl_config(model_name, trainer_name, arguments),
+        train_dataset=tokens_for_trl(model_name, trainer_name, arguments),
         processing_class=tokenizer,
         callbacks=callbacks,
     )
-    if TRAINERS[name].is_patched:
+    if TRAINERS[trainer_name].is_patched:
         from smoothce import patch_trainer
 
         patch_trainer(trainer)
@@ -652,8 +728,8 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
     pace = median_pace(clock.marks)
     memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    figures = figures_of(model, arguments, pace, memory, clock.first, losses)
-    return hand_over(name, arguments, figures)
+    figures = figures_of(model_name, arguments, pace, memory, clock.first, losses)
+    return hand_over(trainer_name, arguments, figures)
 
 
 def median_pace(marks: list[tuple[float, int]]) -> float:
@@ -668,10 +744,12 @@ def median_pace(marks: list[tuple[float, int]]) -> float:
     return statistics.median(paces)
 
 
-def load_for_trl(model: str, name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
+def load_for_trl(
+    model_name: str, trainer_name: str, arguments: argparse.Namespace
+) -> tuple[Any, Any]:
     """The model and its tokenizer, by Unsloth where that is what is measured."""
-    folder = model_folder(model, arguments)
-    if TRAINERS[name].kind == "unsloth":
+    folder = model_folder(model_name, arguments)
+    if TRAINERS[trainer_name].kind == "unsloth":
         from unsloth import FastLanguageModel  # before trl, which it patches
 
         return FastLanguageModel.from_pretrained(
@@ -681,13 +759,13 @@ def load_for_trl(model: str, name: str, arguments: argparse.Namespace) -> tuple[
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    network = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=TRAINERS[name].attention
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=TRAINERS[trainer_name].attention
     )
-    return network, tokenizer
+    return model, tokenizer
 
 
-def trl_config(model: str, name: str, arguments: argparse.Namespace) -> Any:
+def trl_config(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Any:
     """The trainer's arguments."""
     import torch
     from trl import SFTConfig
@@ -697,13 +775,13 @@ def trl_config(model: str, name: str, arguments: argparse.Namespace) -> Any:
     if arguments.gpus > 1:
         file = PROJECT / "configs" / "fsdp" / "fsdp2.json"
         sharding = {"fsdp": True, "fsdp_config": json.loads(file.read_text())}
-    of_a_gpu = arguments.conversations // arguments.gpus
-    micro_batch = min(MODELS[model].micro_batch, of_a_gpu)
+    conversations_per_gpu = arguments.update_size // arguments.gpus
+    micro_batch = min(MODELS[model_name].micro_batch, conversations_per_gpu)
     return SFTConfig(
-        str(arguments.out / "runs" / f"{model}.{name}"),
+        str(arguments.out / "runs" / f"{model_name}.{trainer_name}"),
         max_steps=arguments.steps,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=of_a_gpu // micro_batch,
+        gradient_accumulation_steps=conversations_per_gpu // micro_batch,
         learning_rate=1e-5,
         max_grad_norm=CLIP_GRADIENT_NORM,
         lr_scheduler_type="linear",
@@ -711,7 +789,7 @@ def trl_config(model: str, name: str, arguments: argparse.Namespace) -> Any:
         weight_decay=0.0,
         bf16=on_gpu,
         use_cpu=not on_gpu,
-        gradient_checkpointing=MODELS[model].gradient_checkpointing,
+        gradient_checkpointing=MODELS[model_name].gradient_checkpointing,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -719,32 +797,32 @@ def trl_config(model: str, name: str, arguments: argparse.Namespace) -> Any:
         dataset_kwargs={"skip_prepare_dataset": True},
         include_num_input_tokens_seen="non_padding",
         **sharding,
-        **TRAINERS[name].settings,
+        **TRAINERS[trainer_name].settings,
     )
 
 
-def tokens_file(model: str, name: str, arguments: argparse.Namespace) -> Path:
+def tokens_file(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Path:
     """What the first rank writes for the others. `run_trial` deletes one that is there before."""
-    return arguments.out / f"{model}.{name}.tokens.jsonl"
+    return arguments.out / f"{model_name}.{trainer_name}.tokens.jsonl"
 
 
-def cache_folder(model: str, name: str, arguments: argparse.Namespace) -> Path:
+def cache_folder(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Path:
     """Where a trial keeps tokens as `datasets` has them. `run_trial` deletes it before."""
-    return arguments.out.absolute() / "cache" / f"{model}.{name}"
+    return arguments.out.absolute() / "cache" / f"{model_name}.{trainer_name}"
 
 
-def tokens_for_trl(model: str, name: str, arguments: argparse.Namespace) -> Any:
+def tokens_for_trl(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Any:
     """The tokens as a dataset. The first rank makes them, and the others wait for its file."""
     from datasets import Dataset
 
-    file = tokens_file(model, name, arguments)
+    file = tokens_file(model_name, trainer_name, arguments)
     if trl_rank() == 0:
         part = file.with_suffix(".part")
-        part.write_text("".join(f"{json.dumps(row)}\n" for row in tokenized(model, arguments)))
+        part.write_text("".join(f"{json.dumps(row)}\n" for row in tokenized(model_name, arguments)))
         part.rename(file)
     while not file.exists():
         time.sleep(0.1)
-    cache = cache_folder(model, name, arguments) / f"rank{trl_rank()}"
+    cache = cache_folder(model_name, trainer_name, arguments) / f"rank{trl_rank()}"
     return Dataset.from_json(str(file), cache_dir=str(cache))
 
 

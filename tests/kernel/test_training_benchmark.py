@@ -45,10 +45,13 @@ def is_running(pid):
     return state != "Z"
 
 
-def test_a_trial_that_takes_too_long_leaves_no_process(training, alpaca, tmp_path, monkeypatch):
-    """A trainer that starts another process, as launchers and the sweeps' do."""
+@pytest.mark.parametrize("session", ["", "setsid"])
+def test_a_trial_that_takes_too_long_leaves_no_process(
+    training, alpaca, tmp_path, monkeypatch, session
+):
+    """A trainer that starts another process, as the sweeps' does; torchrun gives it a session."""
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/pid\nwait\n")
+    python.write_text(f"#!/bin/sh\n{session} sleep 300 &\necho $! > {tmp_path}/pid\nwait\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(
@@ -127,11 +130,11 @@ def test_the_pace_is_of_the_updates_after_the_warm_up(training):
     assert training.median_pace(marks[:4]) == 100
 
 
-def test_a_token_that_is_not_learnt_needs_no_classifier(training):
+def test_a_token_that_is_no_target_needs_no_classifier(training):
     shape = training.MODELS["tiny"].shape
     classifier = 6 * shape.vocab_size * shape.hidden_size
-    all_learnt = shape.flops_per_token(100.0, learnt=1.0)
-    assert all_learnt - shape.flops_per_token(100.0, learnt=0.25) == 0.75 * classifier
+    all_targets = shape.flops_per_token(100.0, target_share=1.0)
+    assert all_targets - shape.flops_per_token(100.0, target_share=0.25) == 0.75 * classifier
 
 
 def test_a_trainer_names_its_attention(training, alpaca, tmp_path, monkeypatch):
@@ -140,10 +143,10 @@ def test_a_trainer_names_its_attention(training, alpaca, tmp_path, monkeypatch):
     assert training.TRAINERS["trl-padding-free"].attention == "flash_attention_2"
     arguments = parsed(training, monkeypatch, alpaca, tmp_path, "--steps", 4)
     training.prepare("tiny", arguments)
-    eager = training.Trainer("trl", (), {}, attention="eager")
+    eager = training.Contender("trl", (), {}, attention="eager")
     monkeypatch.setitem(training.TRAINERS, "trl-padding-free", eager)
-    network, _ = training.load_for_trl("tiny", "trl-padding-free", arguments)
-    assert network.config._attn_implementation == "eager"
+    model, _ = training.load_for_trl("tiny", "trl-padding-free", arguments)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_model_and_tokenizer_are_of_the_data_and_shape_of_their_call(
@@ -166,7 +169,19 @@ def test_model_and_tokenizer_are_of_the_data_and_shape_of_their_call(
     tiny = training.MODELS["tiny"]
     wider = dataclasses.replace(tiny, shape=dataclasses.replace(tiny.shape, intermediate_size=256))
     monkeypatch.setitem(training.MODELS, "tiny", wider)
-    assert made("--steps", 5, "--conversations", 8) != third
+    fourth = made("--steps", 5, "--conversations", 8)
+    assert fourth != third
+    template = tmp_path / "alpaca.jinja"
+    template.write_text(training.TEMPLATE.read_text() + " ")
+    monkeypatch.setattr(training, "TEMPLATE", template)
+    assert made("--steps", 5, "--conversations", 8) != fourth
+
+
+def test_a_file_that_is_too_short_is_repeated(training, alpaca, tmp_path, monkeypatch):
+    """Otherwise its tokens would be counted once, and be trained on several times."""
+    arguments = parsed(training, monkeypatch, alpaca, tmp_path, "--steps", 5)
+    rows = json.loads(alpaca.read_text())
+    assert training.training_data(arguments) == 5 * rows
 
 
 @pytest.mark.slow

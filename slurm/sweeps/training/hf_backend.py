@@ -34,9 +34,12 @@ def missing(train_options: TrainOptions, world: World) -> list[str]:
     if world.deepspeed is not None and world.fsdp is not None:
         problems.append("world.deepspeed, world.fsdp: one of them shards a run: set one to null")
     smoothing_target = train_options.smoothing_target
-    if smoothing_target is not None and smoothing_target != "unigram":
-        if not Path(smoothing_target).is_file():
-            problems.append(f"train.smoothing_target: {smoothing_target}: no such file")
+    if (
+        smoothing_target is not None
+        and smoothing_target != "unigram"
+        and not Path(smoothing_target).is_file()
+    ):
+        problems.append(f"train.smoothing_target: {smoothing_target}: no such file")
     installed = version("transformers")
     if int(installed.partition(".")[0]) < 5:
         problems.append(
