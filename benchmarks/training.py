@@ -36,10 +36,11 @@ Trainers:
 Columns: tokens/s (tokens that are no padding, median over updates after the third), milliseconds an
 update (a mean update's tokens at that pace), MFU (model FLOP utilisation, about: (6 N + 6 V D t +
 6 L H d · s) · tokens/s over the peak of --peak, for N weights of linear maps in the layers, V × D
-of the classifier, t the share of tokens that are targets of the loss, L layers of H heads of d dimensions, and s
-the mean number of tokens of a conversation, which counts long conversations' attention too low),
-the peak of allocated GPU memory, seconds until the first update is done, and the mean loss of the
-last quarter of updates. A row of training.jsonl also has t as `learnt` and s as `mean_length`.
+of the classifier, t the share of tokens that are targets of the loss, L layers of H heads of d
+dimensions, and s the mean number of tokens of a conversation, which counts long conversations'
+attention too low), the peak of allocated GPU memory, seconds until the first update is done, and
+the mean loss of the last quarter of updates. A row of training.jsonl also has t as `learnt` and s
+as `mean_length`.
 
 The tokenizer is a BPE trained on the data, so that tokens are about as long as usual. A file with
 fewer conversations than all updates need is repeated.
