@@ -64,7 +64,7 @@ def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
     templates = tokenizer.chat_template
     if isinstance(templates, dict) and train_options.chat_template_name is None:
         if "default" not in templates:
-            names = ", ".join(templates)
+            names = ", ".join(sorted(templates))
             raise InputError(
                 f"{name}: the tokenizer has several chat templates ({names}) and none is called "
                 "default; set train.chat_template_name=tulu, or leave one of them in it"
