@@ -9,10 +9,11 @@ set -euo pipefail
 
 # This file was typed; else sweep_*.sh has set project, command and config, and reads it by `source`.
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
-    project=$(cd "$(dirname "$0")/.." && pwd) command=${1:---help} config=
+    project=$(cd "$(dirname "$0")/.." && pwd) command=${1:-"--help"} config=
     shift $(($# > 0))
 fi
-usage() { sed -n '/^# /,$ { /^$/q; s/^#\( \|$\)//p }' "$0"; } # the head of the script that was typed
+# Print the head of the script that was typed: its comment lines from the first "# " to the next empty line.
+usage() { sed -n '/^# /,$ { /^$/q; s/^#\( \|$\)//p }' "$0"; }
 
 arguments=()
 while (($#)); do
@@ -30,7 +31,9 @@ done
 # PYTHON, else an active environment (conda's base is active everywhere and meant nowhere), else .venv,
 # else the python3 of the PATH.
 active=${VIRTUAL_ENV:-}
-[[ -n $active || ${CONDA_DEFAULT_ENV:-base} == base ]] || active=${CONDA_PREFIX:-}
+if [[ -z $active && ${CONDA_DEFAULT_ENV:-base} != base ]]; then
+    active=${CONDA_PREFIX:-}
+fi
 if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
     [[ -x $project/.venv/bin/python ]] && PYTHON=$project/.venv/bin/python
