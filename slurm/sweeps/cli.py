@@ -124,7 +124,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         top.error(f"unrecognized arguments: {shlex.join(wrong)}")
     if takes_overrides:
         if parsed.cluster:
-            words.append(f"cluster={parsed.cluster}")
+            from sweeps.runs.yaml_io import assignment
+
+            words.append(assignment("cluster", str(parsed.cluster)))
         parsed.overrides = words
     return parsed
 
@@ -266,10 +268,11 @@ def _collect(parsed: argparse.Namespace) -> int:
 
 def _prefetch(parsed: argparse.Namespace) -> int:
     from sweeps.launch import assets
+    from sweeps.launch.hub_cache import use_cache
     from sweeps.runs.schema import load_cluster
 
     plan = _plan(parsed)
-    assets.use_cache(load_cluster(plan.sweep.cluster))
+    use_cache(load_cluster(plan.sweep.cluster))
     problems = assets.fetch(assets.assets(plan))
     for problem in problems:
         print(f"failed: {problem}", file=sys.stderr)
@@ -296,13 +299,23 @@ def _train(parsed: argparse.Namespace) -> None:
     the run meanwhile and has not scored it, this one scores it.
     """
     from sweeps.runs.backend import load_backend
+    from sweeps.runs.processes import node_number
     from sweeps.runs.run import Run
 
     run = Run(parsed.folder)
     config = run.config()
-    with _locked_run(run):
+    # Of the processes of a training the first holds the lock for all. The others are the ranks of
+    # its torchrun, and on other nodes what its srun has started.
+    is_rank = "LOCAL_RANK" in os.environ
+    is_other_node = config.world.nodes > 1 and node_number() > 0
+    lock: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not is_rank and not is_other_node:
+        lock = _locked(run)
+    with lock:
         if run.trained:
-            if config.world.nodes == 1:  # of several nodes none scores: one process suffices
+            # This command runs on each node of a training; to score, one process suffices, and it
+            # is started apart.
+            if config.world.nodes == 1:
                 _score_if_asked(run)
         else:
             assert config.backend is not None  # a model before fine-tuning counts as trained
@@ -315,7 +328,7 @@ def _score(parsed: argparse.Namespace) -> None:
 
     run = Run(parsed.folder)
     run.config()
-    with _locked_run(run):
+    with _locked(run):
         _score_if_asked(run)
 
 
@@ -323,18 +336,13 @@ def _score_if_asked(run: "Run") -> None:
     from sweeps.runs import scoring
 
     if run.config().score is not None:
-        scoring.here(run)
+        scoring.score_here(run)
 
 
-def _locked_run(run: "Run") -> contextlib.AbstractContextManager[None]:
+def _locked(run: "Run") -> contextlib.AbstractContextManager[None]:
     """Hold a run's lock while this process works on it."""
     from sweeps.runs.files import locked
-    from sweeps.runs.processes import node_number
 
-    is_rank = "LOCAL_RANK" in os.environ  # of a torchrun which holds the lock
-    is_other_node = run.config().world.nodes > 1 and node_number() > 0  # the first one holds it
-    if is_rank or is_other_node:
-        return contextlib.nullcontext()
     busy_message = (
         f"{run.path}: another process is at this run; `touch {run.stop_file.absolute()}` lets it "
         "save and leave"

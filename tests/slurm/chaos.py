@@ -26,7 +26,7 @@ from calibeval.io import InputError
 from sweeps.runs import slurm_queue
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
-from sweeps.runs.slurm_queue import LiveJob
+from sweeps.runs.slurm_queue import LiveElement
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 import sweep_tools
@@ -88,7 +88,7 @@ def make_sweep(folder: Path) -> Path:
     return path
 
 
-def disturb(kind: str, element: LiveJob, run: Run) -> bool:
+def disturb(kind: str, element: LiveElement, run: Run) -> bool:
     """Do one bad thing to a running element; False if it was too early or too late for it."""
     pids = sweep_tools.programs(run)
     if not pids:
@@ -129,7 +129,7 @@ class Chaos:
         while time.monotonic() < end:
             time.sleep(0.5)
             try:
-                jobs = slurm_queue.live_jobs(self.plan.folder)
+                jobs = slurm_queue.live_elements(self.plan.folder)
             except InputError:  # a controller that is busy
                 continue
             if not jobs:
@@ -139,7 +139,7 @@ class Chaos:
             self.restart_slurmd()
         raise RuntimeError("the sweep did not end within half an hour")
 
-    def disturb_one(self, elements: list[LiveJob]) -> None:
+    def disturb_one(self, elements: list[LiveElement]) -> None:
         """Disturb the first of the running elements that is due, until enough were disturbed."""
         runs = {run.name: run for run in self.plan.runs}
         hits = sum(self.counts[kind] for kind in KINDS)

@@ -12,8 +12,8 @@ from test_golden_records import GOLDEN, lay_out, read_csv
 
 from calibeval.io import sha256
 from sweeps.results import collect
-from sweeps.results.selection import COLUMN_NAMES, best_learning_rates
-from sweeps.results.settings import SHOWN, settings
+from sweeps.results.selection import best_learning_rates
+from sweeps.results.settings import settings
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
 
@@ -26,10 +26,6 @@ def finish_training(run: Run, held_out_loss: float) -> None:
     run.note_beginning("train")
     run.model.mkdir()
     run.metrics.write_text(f'{{"step": 1, "held_out_loss": {held_out_loss}}}\n')
-
-
-def test_runs_compete_that_are_alike_in_all_that_tables_show_but_rate_and_seed():
-    assert set(COLUMN_NAMES) == set(SHOWN) - {"learning_rate", "seed"}
 
 
 def test_a_rate_is_chosen_for_each_number_of_epochs_and_content_of_a_file(sweep_file, tmp_path):

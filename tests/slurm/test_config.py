@@ -4,17 +4,22 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field, model_validator
 from sweep_tools import PROJECT, command
 
 from calibeval.io import InputError
+from calibeval.request import Strict
+from sweeps import cli
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster, Sweep, load_cluster
-from sweeps.runs.yaml_io import dump_yaml, parse
+from sweeps.runs.yaml_io import dump_yaml, key_error, parse
 from sweeps.training.open_instruct_backend import Train
 
 TASK = {"task": "mmlu", "data": "x"}
@@ -100,6 +105,62 @@ def test_the_split_that_the_tables_show_of_a_task_file_is_refused(toy_file, tmp_
 def test_a_task_that_lacks_a_key_and_has_another_is_told_of_the_other_alone(toy_file):
     words = refusal(toy_file(score={"tasks": [TASK]}), "score.tasks=[{task: mmlu, shot: 1}]")
     assert "{'task': 'mmlu', 'shot'" not in words
+
+
+def test_a_count_of_no_conversations_in_the_grid_measures_no_held_out_loss(toy_file):
+    """`grid: {held_out: [0]}` was taken, and no rate was ever chosen."""
+    path = toy_file(score={"tasks": [TASK], "select_on": "held_out_loss"})
+    assert "held_out_loss needs train.held_out" in refusal(path, "grid.held_out=[0]")
+
+
+class FussyTrain(Strict):
+    """Options whose validators look at the whole of them, and one that may be of two types."""
+
+    model_name_or_path: str
+    learning_rate: float = 2e-5
+    label_smoothing: float = 0.0
+    seed: int = 0
+    checkpointing_steps: Annotated[int, Field(ge=1)] | Literal["epoch"] = "epoch"
+
+    @model_validator(mode="after")
+    def _limits(self) -> "FussyTrain":
+        if self.seed == 7:
+            raise ValueError("learning_rate: is too high for this seed")
+        if self.seed == 8:
+            raise key_error("learning_rate", "is too low for this seed")
+        return self
+
+
+@pytest.fixture
+def fussy_file(toy_file, monkeypatch) -> Path:
+    """A sweep of a user's own backend with `FussyTrain`."""
+    monkeypatch.setattr("toy.backend.Train", FussyTrain)
+    return toy_file(grid={}, train={"learning_rate": 0.5})
+
+
+@pytest.mark.parametrize(("seed", "words"), [(7, "high"), (8, "low")])
+def test_a_key_that_a_validator_of_all_options_names_comes_with_its_line(fussy_file, seed, words):
+    message = refusal(fussy_file, f"train.seed={seed}")
+    place = f"{fussy_file}:5: train.learning_rate: is too {words} for this seed"
+    assert message == place
+
+
+def test_a_key_of_two_types_is_named_as_it_is_typed(fussy_file):
+    """pydantic puts the name of each type behind the key."""
+    place = "command line (train.checkpointing_steps=0): train.checkpointing_steps: found 0: "
+    lines = refusal(fussy_file, "train.checkpointing_steps=0").split("\n")
+    assert len(lines) == 2
+    assert all(line.strip().startswith(place) for line in lines)
+
+
+@pytest.mark.parametrize("name", ["my#1: x.yaml", "[a].yaml", "p$1.yaml", "007", "a b.yaml"])
+def test_a_profile_is_a_path_whatever_characters_it_has(toy_file, tmp_path, monkeypatch, name):
+    """`--cluster` was read as YAML, with variables in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("{}")
+    parsed = cli._parse(["status", str(toy_file()), "--cluster", name])
+    plan = plan_sweep(parsed.sweep, parsed.overrides)
+    assert plan.sweep.cluster == str(tmp_path / name)
 
 
 def test_the_trainers_own_limits_hold_in_the_grid(toy_file):
@@ -281,6 +342,12 @@ def test_the_same_run_however_its_paths_are_spelt(toy_file, other):
     path = toy_file(grid={})
     run = plan_sweep(path, ["train.model_name_or_path=models/x"]).runs[0]
     assert plan_sweep(path, [f"train.model_name_or_path={other}"]).runs[0].name == run.name
+
+
+def test_an_empty_name_of_a_tokenizer_is_no_folder(sweep_file):
+    """It became `.`, and the trainer looked for a tokenizer in the project's folder."""
+    (run,) = plan_sweep(sweep_file(grid={}), ["train.tokenizer_name=''"]).runs
+    assert run.config().train["tokenizer_name"] == ""
 
 
 @pytest.mark.parametrize("key", ["deepspeed", "fsdp"])

@@ -70,8 +70,8 @@ def test_models_go_where_a_later_launch_keeps_scores_alone(
     path = toy_file(grid={}, cluster=profile(), score={"tasks": [task], "base": False})
     run = complete(path)
     score = run.config().score
-    file = scoring.records(run, score.tasks[0])
-    records.write(file, [{}], {"settings": scoring.request(score.tasks[0], score)})
+    file = scoring.records_file(run, score.tasks[0])
+    records.write(file, [{}], {"settings": scoring.record_settings(score.tasks[0], score)})
     run.done_file.touch()
     command("launch", path, "--executor", executor, "keep=all")  # whose tables find these records
     assert run.model.exists()  # kept, as this launch asks

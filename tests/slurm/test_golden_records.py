@@ -45,18 +45,18 @@ def lay_out(file: Path, lines: list[dict], *overrides: str) -> SweepPlan:
             (run.path / "DONE").touch()
         else:
             task = tasks[line["task"]]
-            sidecar = {**line["sidecar"], "settings": scoring.request(task, score)}
-            records.write(scoring.records(run, task), line["records"], sidecar)
+            sidecar = {**line["sidecar"], "settings": scoring.record_settings(task, score)}
+            records.write(scoring.records_file(run, task), line["records"], sidecar)
     return plan
 
 
 def run_with(plan: SweepPlan, values: dict) -> Run | None:
     """The run with these grid values, or the baseline that `base` names."""
     for run in plan.runs:
-        if run.values == values:
+        if run.grid_values == values:
             return run
     for baseline in plan.baselines:
-        if baseline.values["model_name_or_path"] == values.get("base"):
+        if baseline.grid_values["model_name_or_path"] == values.get("base"):
             return baseline
     return None
 
@@ -88,7 +88,7 @@ def tables(name: str, folder: Path) -> dict[str, list[dict]]:
 def gap_row(plan: SweepPlan, gap: str) -> dict[str, str]:
     """A gap with the run's grid values in the place of its name, which holds a hash."""
     run_name, task = gap.partition(": ")[0].split(" · ")
-    values = next(run.values for run in plan.runs if run.name == run_name)
+    values = next(run.grid_values for run in plan.runs if run.name == run_name)
     return {"run": " ".join(f"{key}={value}" for key, value in values.items()), "task": task}
 
 

@@ -29,6 +29,8 @@ from sweep_tools import (
 
 from sweeps import cli
 from sweeps.launch import local, snapshot, worker
+from sweeps.launch.program_end import ProgramEnd
+from sweeps.runs import scoring
 from sweeps.runs.events import EventKind
 from sweeps.runs.files import is_locked, locked
 from sweeps.runs.grid import SweepPlan, plan_sweep
@@ -280,6 +282,40 @@ def test_a_run_that_another_process_is_at_is_no_failed_run(toy_file, hold):
     assert "1 to do" in command("status", path).stdout
 
 
+def test_a_stop_file_is_heeded_once_the_process_that_held_the_run_has_left(
+    toy_file, tiny, monkeypatch
+):
+    """A worker that began while another process held the run never heeded a stop file."""
+    score = {"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}], "base": False}
+    run = prepare(toy_file(grid={}, score=score))
+    holders = ["another process"]
+    asked = []
+
+    def execute(run: Run, stage: str, is_asked_to_stop, environment) -> ProgramEnd:
+        run.stop_file.touch()
+        asked.append((stage, is_asked_to_stop()))
+        if stage == "train":
+            run.model.mkdir()
+            holders.clear()
+        return ProgramEnd(0, [])
+
+    monkeypatch.setattr(worker, "is_locked", lambda _: bool(holders))
+    monkeypatch.setattr(worker, "_execute", execute)
+    assert worker.work(run, lambda: False) is Outcome.STOPPED
+    assert asked == [("train", False), ("score", True)]
+
+
+def test_a_worker_that_fails_is_told_with_its_run_and_the_others_go_on(toy_file):
+    """Its error waited for all other runs, and no tables were made."""
+    path = toy_file(grid={"seed": [1, 2]}, train={"steps": 3})
+    broken, whole = runs_of(path)
+    broken.path.mkdir(parents=True)
+    (broken.path / "train.log").mkdir()  # which the worker cannot open
+    printed = launch(path, "--executor", "local", "workers=1", code=1)
+    assert f"failed: {broken.name}: [Errno 21]" in printed and f"done: {whole.name}" in printed
+    assert "report: " in printed
+
+
 def test_a_training_that_went_well_is_no_idle_attempt_at_scoring(toy_file, tiny):
     """A run without checkpoints has made no progress that can be seen when it is trained."""
     score = {"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}], "base": False}
@@ -344,7 +380,7 @@ def test_a_run_is_trained_as_its_config_was(toy_file):
 def test_each_worker_has_gpus_of_its_own(toy_file, monkeypatch, visible, workers, each, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     sweep = plan_sweep(toy_file(workers=workers, world={"processes_per_node": each}), []).sweep
-    assert local.workers(sweep) == expected
+    assert local.gpus_of_workers(sweep) == expected
 
 
 def test_too_few_gpus_for_a_run_are_named(toy_file, monkeypatch):
@@ -470,6 +506,15 @@ def test_a_backend_that_was_written_for_run_stop_still_stops(tmp_path):
     run = Run(tmp_path)
     with pytest.warns(FutureWarning, match="run.stop is called run.stop_file"):
         assert run.stop == run.stop_file
+
+
+def test_a_backend_that_was_written_for_scoring_here_still_scores(toy_file, monkeypatch):
+    scored = []
+    monkeypatch.setattr(scoring, "score_here", scored.append)
+    (run,) = runs_of(toy_file(grid={}))
+    with pytest.warns(FutureWarning, match=r"scoring\.score_here"):
+        scoring.here(run)
+    assert scored == [run]
 
 
 def test_a_diff_need_not_be_utf_8():

@@ -1,11 +1,16 @@
-"""Locks that keep two processes from one folder."""
+"""Files that several processes share: locks, rows and logs."""
 
 import errno
 import fcntl
+from argparse import Namespace
 
 import pytest
+from sweep_tools import prepare
 
-from sweeps.runs.files import is_locked, locked
+from sweeps import cli
+from sweeps.runs import scoring
+from sweeps.runs.events import EventKind, append_event, read_events
+from sweeps.runs.files import is_locked, locked, tail
 
 
 def test_a_lock_is_held_until_its_block_ends(tmp_path):
@@ -24,6 +29,37 @@ def test_where_the_file_system_knows_no_locks_a_warning_says_so(tmp_path, monkey
         pass
     said = capsys.readouterr().err
     assert said.startswith(f"warning: {tmp_path}/.lock: No locks available: nothing keeps two")
+
+
+def test_a_scoring_by_hand_on_any_node_holds_the_lock(toy_file, tiny, monkeypatch):
+    """On all but a job's first node, `score` took itself for a part of a training that does."""
+    score = {"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}], "base": False}
+    run = prepare(toy_file(grid={}, score=score, world={"nodes": 2}))
+    run.model.mkdir()
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    held = []
+    monkeypatch.setattr(scoring, "score_here", lambda run: held.append(is_locked(run.lock_file)))
+    cli._score(Namespace(folder=run.path))
+    assert held == [True]
+
+
+def test_a_row_after_one_that_was_cut_off_is_read(tmp_path):
+    """Both were lost: a failure after a full disk looked like a kill."""
+    file = tmp_path / "attempts.jsonl"
+    append_event(file, EventKind.LAUNCHED, {})
+    with open(file, "a") as out:
+        out.write('{"began": "2026-11-28T0')
+    append_event(file, EventKind.ENDED, {"error": "the disk was full"})
+    append_event(file, EventKind.LAUNCHED, {"tag": "a1b2c3"})
+    kinds = [event.kind for event in read_events(file)]
+    assert kinds == [EventKind.LAUNCHED, EventKind.ENDED, EventKind.LAUNCHED]
+    assert file.read_text().count("\n") == 4  # no empty line
+
+
+def test_a_log_line_may_end_as_on_windows(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_bytes(b"10%\r20%\rerror: no room\r\n30%\r40%\n")
+    assert tail(log, 9) == ["error: no room", "40%"]
 
 
 def test_a_block_that_fails_gives_its_lock_back(tmp_path):

@@ -17,7 +17,7 @@ from calibeval import records
 from calibeval.io import InputError
 from calibeval.request import Task
 from calibeval.store import part_of
-from sweeps.launch import assets, preflight
+from sweeps.launch import assets, preflight, slurm
 from sweeps.runs import scoring
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
@@ -148,6 +148,19 @@ def test_a_file_without_an_answer_is_named(sweep_file, tmp_path, text, backend):
     assert f"train.train_file: {file}: no conversation with an assistant" in printed
 
 
+def test_a_backend_is_not_asked_about_a_run_whose_model_lacks_files(toy_file, monkeypatch):
+    """One that reads the model's config to say what is missing would end in a traceback."""
+
+    def missing(train_options: object, world: object) -> list[str]:
+        raise FileNotFoundError("config.json")
+
+    monkeypatch.setattr("toy.backend.missing", missing)
+    found = preflight.problems(
+        plan_sweep(toy_file(), ["train.model_name_or_path=./nowhere"]), "local"
+    )
+    assert [problem for problem in found if "nowhere: no such folder" in problem]
+
+
 @pytest.mark.parametrize("limits", [[1.0, -1.0], [-1.0, 1.0]], ids=str)
 def test_a_backend_is_asked_about_runs_that_differ_in_numbers_alone(sweep_file, tmp_path, limits):
     deepspeed = tmp_path / "deepspeed.json"
@@ -249,6 +262,31 @@ def test_a_model_that_is_half_there_is_not_there(hub_model, kind):
     assert assets.on_disk("owner/name", kind) == (kind == "tokenizers")
     (snapshot / "a.safetensors").touch()
     assert assets.on_disk("owner/name", kind)
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "{tmp}/xdg"}, "xdg/huggingface/hub"),
+        ({"HF_HOME": "{tmp}/hf", "XDG_CACHE_HOME": "{tmp}/xdg"}, "hf/hub"),
+        ({"HUGGINGFACE_HUB_CACHE": "{tmp}/old", "HF_HOME": "{tmp}/hf"}, "old"),
+        ({"HF_HUB_CACHE": "{tmp}/new", "HUGGINGFACE_HUB_CACHE": "{tmp}/old"}, "new"),
+        ({"MINE": "{tmp}/mine", "HF_HOME": "$MINE/hf"}, "mine/hf/hub"),
+    ],
+)
+def test_models_are_looked_for_where_the_library_puts_them(tmp_path, variables, folder):
+    """A launch knew fewer variables, and refused what `prefetch` had fetched."""
+    code = (
+        "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)\n"
+        "from sweeps.launch.assets import on_disk; print(on_disk('owner/name', 'models'))"
+    )
+    snapshot = tmp_path / folder / "models--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").touch()
+    shell = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    shell |= {name: value.replace("{tmp}", str(tmp_path)) for name, value in variables.items()}
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True, env=shell)
+    assert printed == f"{tmp_path / folder}\nTrue\n"
 
 
 def test_the_index_of_a_format_that_is_not_read_asks_for_nothing(hub_model):
@@ -424,6 +462,23 @@ def test_prefetch_fetches_once(archived, tmp_path):
     assert command("prefetch", archived).stdout.count("here: ") == 1
 
 
+def test_strip_leaves_the_first_folder_out_of_every_name(archived, tiny, tmp_path):
+    """As tar does: an archive may have several entries at its top."""
+    with tarfile.open(tmp_path / "data.tar", "w") as archive:
+        archive.add(tiny / "mmlu" / "test", "tests/test")
+        archive.add(tiny / "mmlu" / "dev", "others/dev")
+        archive.add(tiny / "chat.jsonl", "README")
+    done = command("prefetch", archived)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "got" / "mmlu").iterdir()) == ["dev", "test"]
+
+
+def test_strip_that_leaves_nothing_is_named(archived, tmp_path):
+    failed = command("prefetch", archived, "prefetch.archives.0.strip=4")
+    assert failed.returncode == 1 and not (tmp_path / "got" / "mmlu").exists()
+    assert "strip: leaves nothing of the archive; lower it" in failed.stderr
+
+
 def test_prefetch_says_what_failed(archived, tmp_path):
     url = f"prefetch.archives.0.url=file://{tmp_path}/none.tar"
     failed = command("prefetch", archived, url)
@@ -475,6 +530,40 @@ def test_a_launch_is_queued_whole_or_not_at_all(toy_file, profile, tiny, tmp_pat
     shown = command("status", path).stdout
     assert "2 runs and 1 base model to score: 3 to do" in shown and "(and 1 more like it)" in shown
     assert shown.count("there is x, y") == 1  # once, below the table
+
+
+def test_a_refusal_is_told_though_what_was_queued_before_cannot_be_taken_back(
+    toy_file, profile, tiny, programs
+):
+    """The launch ended with scancel's words alone, and no run was told why."""
+    programs(
+        sbatch=(
+            "grep -q job-name=toy.score || { echo 71; exit; }\n"
+            "echo 'sbatch: error: no such account' >&2; exit 1"
+        ),
+        squeue="",
+        scancel="echo 'scancel: error: Unable to contact slurm controller' >&2; exit 1",
+    )
+    score = {"tasks": [mmlu(tiny)]}
+    path = toy_file(cluster=profile(), score=score, world={"processes_per_node": 2})
+    printed = launch(path, "--executor", "slurm", code=2)
+    assert "cluster.yaml: sbatch refuses: no such account" in printed
+    assert "scancel does not answer" in printed and "(71) still is; to take it back: " in printed
+    assert "not queued: sbatch refuses: no such account" in command("status", path).stdout
+
+
+def test_what_sbatch_may_have_taken_is_not_called_refused(
+    toy_file, profile, programs, tmp_path, monkeypatch
+):
+    """Of an sbatch that did not answer, Slurm may have the array."""
+    monkeypatch.setattr(slurm, "SBATCH_SILENCE", 0.1)
+    monkeypatch.setattr(slurm, "SBATCH_PATIENCE", 0.5)
+    programs(sbatch="exec sleep 60", squeue="", scancel=f"echo $@ > '{tmp_path}/cancelled'")
+    plan = plan_sweep(toy_file(cluster=profile()), [])
+    with pytest.raises(InputError, match="the same command then queues what is missing"):
+        slurm.submit(plan)
+    assert all(run.events()[-1].refusal is None for run in plan.runs)
+    assert not (tmp_path / "cancelled").exists()
 
 
 def test_runs_are_queued_though_sbatch_does_not_take_their_collect_job(toy_file, profile, programs):
@@ -581,9 +670,9 @@ def asked_once(toy_file, tiny) -> tuple[Path, Run, Task]:
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "whole"])
 def test_records_that_answer_another_request_are_not_overwritten(asked_once, begun):
     path, run, task = asked_once
-    whole = scoring.records(run, task)
+    whole = scoring.records_file(run, task)
     file = part_of(whole) if begun else whole
-    records.write(file, [{}], {"settings": scoring.request(task, run.config().score)})
+    records.write(file, [{}], {"settings": scoring.record_settings(task, run.config().score)})
     assert scoring.unscored_tasks(run) == ([task] if begun else [])
     printed = launch(path, "--executor", "local", "score.tasks.0.shots=2", code=2)
     assert f"{whole}: was asked with shots 1, now 2; give the task another `name`" in printed
@@ -592,8 +681,8 @@ def test_records_that_answer_another_request_are_not_overwritten(asked_once, beg
 def test_records_of_plain_prompts_are_not_taken_for_a_chats(asked_once):
     """Nor are older ones, whose sidecars do not name the key."""
     path, run, task = asked_once
-    whole = scoring.records(run, task)
-    settings = scoring.request(task, run.config().score)
+    whole = scoring.records_file(run, task)
+    settings = scoring.record_settings(task, run.config().score)
     del settings["chat_template"]
     records.write(whole, [{}], {"settings": settings})
     assert scoring.unscored_tasks(run) == []
@@ -604,8 +693,8 @@ def test_records_of_plain_prompts_are_not_taken_for_a_chats(asked_once):
 
 def test_records_that_are_not_as_large_as_they_were_written_are_damaged(asked_once):
     _, run, task = asked_once
-    file = scoring.records(run, task)
-    records.write(file, [{}], {"settings": scoring.request(task, run.config().score)})
+    file = scoring.records_file(run, task)
+    records.write(file, [{}], {"settings": scoring.record_settings(task, run.config().score)})
     file.write_text("")
     assert scoring.gap(run, task) == f"{file}: 0 bytes, scoring wrote 3: damaged since"
     records.sidecar(file).write_text("{")

@@ -8,16 +8,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from sweep_tools import PROJECT, command, launch
 
 from sweeps.launch import sbatch, slurm
+from sweeps.launch.hub_cache import VARIABLES_OF_PARTS
 from sweeps.launch.sbatch import Job, JobKind
 from sweeps.runs import slurm_queue
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster, load_cluster
-from sweeps.runs.slurm_queue import LiveJob, Remedy
+from sweeps.runs.slurm_queue import LiveElement, Remedy
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
@@ -36,9 +38,13 @@ def render(case: str) -> str:
     cluster = load_cluster(file)
     code = plan.folder / "code" / "5eed5eed"
     text = ""
-    for job in slurm.design(plan, []):
-        place = plan.folder / "jobs" / f"{job.kind.value}1"
-        text += sbatch.script(plan.sweep, cluster, job, place, code, job.dependency(["8"], ["7"]))
+    with mock.patch.dict(os.environ):
+        for name in ("HF_HOME", "XDG_CACHE_HOME", *VARIABLES_OF_PARTS):
+            os.environ.pop(name, None)  # jobs would have them
+        for job in slurm.design(plan, []):
+            place = plan.folder / "jobs" / f"{job.kind.value}1"
+            dependency = job.dependency(["8"], ["7"])
+            text += sbatch.script(plan.sweep, cluster, job, place, code, dependency)
     return text.replace(sys.executable, "PYTHON").replace(str(PROJECT), "/project")
 
 
@@ -104,12 +110,24 @@ def test_runs_of_several_processes_are_scored_apart(three_seeds):
 def test_what_is_queued_is_not_submitted_again(three_seeds):
     plan = plan_sweep(three_seeds, [])
     train, score, collect = slurm.design(plan, [])
-    busy = [LiveJob(f"9_{n}", "PENDING", "", name) for n, name in enumerate(train.runs)]
+    busy = [LiveElement(f"9_{n}", "PENDING", "", name) for n, name in enumerate(train.runs)]
     assert slurm.design(plan, busy) == [score, collect]
-    busy += [LiveJob(f"8_{n}", "PENDING", "", name) for n, name in enumerate(score.runs)]
+    busy += [LiveElement(f"8_{n}", "PENDING", "", name) for n, name in enumerate(score.runs)]
     assert slurm.design(plan, busy) == [collect]
-    busy.append(LiveJob("10", "PENDING", "", None))
+    busy.append(LiveElement("10", "PENDING", "", None))
     assert slurm.design(plan, busy) == []
+
+
+def test_a_run_that_is_trained_and_scored_apart_is_one_run(three_seeds):
+    """Its two elements were counted as two runs."""
+    plan = plan_sweep(three_seeds, ["world.processes_per_node=2"])
+    name = plan.runs[1].name
+    elements = [LiveElement("9_0", "PENDING", "", name), LiveElement("10_0", "PENDING", "", name)]
+    present = slurm.Submission({}, "", elements, [], elements, ["time: 1, now 2"])
+    assert present.describe_present(plan) == "1 queued or running"
+    assert present.notes(plan)[0].startswith("1 run is queued with another profile")
+    leaving = slurm.Submission({}, "", [], elements, [], [])
+    assert leaving.problems(plan)[0].startswith(f"still stopping, and left out: {name}; later")
 
 
 def script_with(three_seeds: Path, *extra: str, **keys) -> str:
@@ -271,7 +289,7 @@ def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypa
     squeue.write_text(f"#!/bin/sh\ncase $* in *--user=*{owner}*) echo '{line}'; esac\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert slurm_queue.live_jobs(tmp_path) == [LiveJob("9_0", "R", "None", "one", "abc123")]
+    assert slurm_queue.live_elements(tmp_path) == [LiveElement("9_0", "R", "None", "one", "abc123")]
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -311,6 +329,20 @@ def test_a_profiles_home_is_the_submitting_shells(tmp_path, monkeypatch):
     lines = sbatch.setup(load_cluster(str(tmp_path / "mine.yaml")), tmp_path)
     assert 'export HF_HOME="/home/me/hf"' in lines
     assert not any("~" in line for line in lines)
+
+
+def test_jobs_look_for_hub_files_where_their_launch_did(tmp_path, monkeypatch):
+    """Unless the profile has a `cache`; modules and setup lines come later, and win."""
+    monkeypatch.setenv("HF_HOME", "/my hf")
+    monkeypatch.setenv("HF_HUB_CACHE", "/hub")
+    show = 'echo "$HF_HOME|$HF_HUB_CACHE"'
+    in_job = "unset HF_HOME HF_HUB_CACHE"
+    assert run_setup(tmp_path, before=in_job, after=show).stdout == "/my hf|/hub\n"
+    done = run_setup(tmp_path, before=in_job, after=show, setup=("export HF_HOME=/site",))
+    assert done.stdout == "/site|/hub\n"
+    done = run_setup(tmp_path, before=in_job, after='echo "$HF_HOME"', cache="/cache")
+    assert done.stdout == "/cache\n"
+    assert not any("HUB_CACHE" in line for line in sbatch.setup(Cluster(cache="/c"), tmp_path))
 
 
 def test_two_dollars_of_a_profile_are_a_literal_one_in_jobs(tmp_path, monkeypatch):

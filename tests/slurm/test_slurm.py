@@ -43,10 +43,10 @@ def submit(path: Path, *overrides: str) -> str:
     return launch(path, "--executor", "slurm", *overrides)
 
 
-def element(path: Path, number: int = 0) -> slurm_queue.LiveJob:
+def element(path: Path, number: int = 0) -> slurm_queue.LiveElement:
     """The queued or running element of a sweep's run."""
     run = runs_of(path)[number]
-    jobs = slurm_queue.live_jobs(run.path.parent)
+    jobs = slurm_queue.live_elements(run.path.parent)
     return next(job for job in jobs if job.run == run.name)
 
 

@@ -15,7 +15,7 @@ from sweeps.results.status import Evidence, State, Status
 from sweeps.runs.events import Event, EventKind
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
-from sweeps.runs.slurm_queue import JobEnd, LiveJob, SubmittedElement
+from sweeps.runs.slurm_queue import ElementEnd, LiveElement, SubmittedElement
 
 
 @pytest.fixture
@@ -101,6 +101,18 @@ def test_a_scoring_killed_with_its_job_is_told_by_its_own_element(
     assert shown.lines == ("the words of score",)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_training_that_can_never_start_is_told_though_its_scoring_waits_too(
+    trained_and_scored_apart, slurm_says, order
+):
+    """Of two pending elements the one counted that squeue had listed last."""
+    lines = ["14|0|PENDING|toy.train.aaaaaa|InvalidQOS", "15|0|PENDING|toy.score.bbbbbb|Dependency"]
+    slurm_says(squeue="\n".join(lines[::order]))
+    path, _ = trained_and_scored_apart
+    shown = status.table(plan_sweep(path, []))
+    assert "14_0  InvalidQOS" in shown and "1 job will not start (InvalidQOS)" in shown
+
+
 def test_a_training_that_somebody_cancelled_is_stopped(trained_and_scored_apart, slurm_says):
     path, _ = trained_and_scored_apart
     slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0\n15_0|CANCELLED by 0|0:0")
@@ -115,11 +127,11 @@ REFUSED = Event(EventKind.ENDED, "now", {"refused": "sbatch refuses"})
 KILLED = Event(EventKind.ENDED, "now", {"exit": -9, "killed": True})
 TAKEN = SubmittedElement("14_0", None)
 NOT_TAKEN = SubmittedElement(None, None)
-PENDING = LiveJob("14_0", "PENDING", "Priority", "run")
-RUNNING = LiveJob("14_0", "RUNNING", "None", "run")
-LEAVING = LiveJob("14_0", "COMPLETING", "None", "run")
-CANCELLED = JobEnd("CANCELLED by 1000", "0:0")
-OUT_OF_MEMORY = JobEnd("OUT_OF_MEMORY", "0:125")
+PENDING = LiveElement("14_0", "PENDING", "Priority", "run")
+RUNNING = LiveElement("14_0", "RUNNING", "None", "run")
+LEAVING = LiveElement("14_0", "COMPLETING", "None", "run")
+CANCELLED = ElementEnd("CANCELLED by 1000", "0:0")
+OUT_OF_MEMORY = ElementEnd("OUT_OF_MEMORY", "0:125")
 
 
 def evidence_of(run: Run, last: Event | None, **known: Any) -> Evidence:
@@ -127,7 +139,7 @@ def evidence_of(run: Run, last: Event | None, **known: Any) -> Evidence:
     nothing = {
         "is_locked": False,
         "is_launching": False,
-        "live_job": None,
+        "live_element": None,
         "submitted": None,
         "end": None,
         "slurm_error": "",
@@ -150,10 +162,10 @@ def test_every_state_has_words_and_fits_its_column(toy_file, state, last):
     [
         (None, {}, State.TO_DO),
         (BEGAN, {"is_locked": True}, State.RUNNING),
-        (LAUNCHED, {"live_job": RUNNING}, State.RUNNING),
-        (SAVED, {"live_job": LEAVING}, State.RUNNING),
-        (LAUNCHED, {"live_job": PENDING}, State.QUEUED),
-        (FAILED, {"live_job": PENDING}, State.QUEUED),
+        (LAUNCHED, {"live_element": RUNNING}, State.RUNNING),
+        (SAVED, {"live_element": LEAVING}, State.RUNNING),
+        (LAUNCHED, {"live_element": PENDING}, State.QUEUED),
+        (FAILED, {"live_element": PENDING}, State.QUEUED),
         (BEGAN, {"is_launching": True}, State.RUNNING),
         (LAUNCHED, {"is_launching": True}, State.QUEUED),
         (FAILED, {"is_launching": True}, State.DEAD),

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import atomic_write
+from calibeval.io import InputError, atomic_write
 from calibeval.request import Task
 from calibeval.tasks import HUB, load
+from sweeps.launch.hub_cache import hub_folder
 from sweeps.runs.grid import SweepPlan
-from sweeps.runs.schema import Archive, Cluster, Dataset
-from sweeps.runs.yaml_io import expand
+from sweeps.runs.schema import Archive, Dataset
 
 MODELS = "models"
 TOKENIZERS = "tokenizers"
@@ -28,8 +28,6 @@ FILES = {MODELS: ("*.safetensors", "*.bin"), TOKENIZERS: ("tok*", "vocab*")}
 CHAT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # ShareGPT's → ours
 UNUSED_WEIGHTS = ["*.pth", "original/*", "*.gguf"]  # of formats that no trainer reads
 PYTORCH_WEIGHTS = ["*.bin", "*.bin.index.json"]  # are not read either where there are safetensors
-# Variables that override HF_HOME for some files; jobs do not see the submitting shell's.
-CACHE_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE")
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,6 @@ class Asset:
     name: str
     is_here: Callable[[], bool]
     fetch: Callable[[], None]
-
-
-def use_cache(cluster: Cluster) -> None:
-    """Look for hub files where the jobs of this profile will, and let programs look there too."""
-    if cluster.cache:
-        os.environ["HF_HOME"] = expand("cluster.cache", cluster.cache)
-        for variable in CACHE_VARIABLES:
-            os.environ.pop(variable, None)
 
 
 def on_hub(name: str) -> bool:
@@ -59,10 +49,8 @@ def on_disk(name: str, kind: str, revision: str | None = None) -> bool:
 
     `kind` is MODELS, TOKENIZERS, which the hub keeps among the models, or DATASETS.
     """
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     hub_kind = MODELS if kind == TOKENIZERS else kind
-    folder = cache / f"{hub_kind}--{name.replace('/', '--')}"
+    folder = hub_folder() / f"{hub_kind}--{name.replace('/', '--')}"
     commit = revision
     branch = folder / "refs" / str(revision)
     if branch.is_file():
@@ -143,7 +131,7 @@ def _made_by_prefetch(
     """
     paths_that_runs_read: set[str] = {task.data for task in tasks}
     for keys in runs_keys:
-        texts = [value for value in keys.values() if isinstance(value, str)]
+        texts = [value for value in keys.values() if isinstance(value, str) and value]
         paths_that_runs_read.update(os.path.normpath(text) for text in texts)
 
     def some_run_reads(target: Path) -> bool:
@@ -236,6 +224,23 @@ def _fetch_archive(wanted: Archive) -> None:
         with urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
             shutil.copyfileobj(source, out)
         unpacked = Path(ExtractManager(cache_dir=scratch).extract(str(packed)))
-        for _ in range(wanted.strip):
-            (unpacked,) = unpacked.iterdir()
+        for level in range(wanted.strip):
+            unpacked = _without_top_folders(unpacked, Path(scratch, f"stripped-{level}"))
         unpacked.rename(target)
+
+
+def _without_top_folders(folder: Path, scratch: Path) -> Path:
+    """What lies one level below a folder; in `scratch`, if it is put together of several folders.
+
+    Files beside these folders are left out, as tar leaves them out. A file that is all there is
+    stands for itself: it is what the target becomes.
+    """
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    if len(entries) == 1:
+        return entries[0]
+    folders = [entry for entry in entries if entry.is_dir()]
+    if not folders:
+        raise InputError("strip: leaves nothing of the archive; lower it")
+    for entry in folders:
+        shutil.copytree(entry, scratch, symlinks=True, dirs_exist_ok=True)
+    return scratch

@@ -41,7 +41,7 @@ def too_many_nodes(sweep: Sweep) -> str | None:
     )
 
 
-def workers(sweep: Sweep) -> list[str]:
+def gpus_of_workers(sweep: Sweep) -> list[str]:
     """The GPUs of each worker, as CUDA_VISIBLE_DEVICES names them; "" on a machine without GPUs.
 
     Raises InputError if there are too few GPUs for one run.
@@ -78,7 +78,7 @@ def launch_here(plan: SweepPlan) -> LaunchEnd:
         refuse_a_launch_on_slurm(plan)
         plan.create()
         worker.finish_complete(plan.baselines_and_runs)
-        gpu_sets = workers(plan.sweep)
+        gpu_sets = gpus_of_workers(plan.sweep)
         code_folder = snapshot(plan.folder)
         todo = [run for run in plan.baselines_and_runs if stages.next_stage(run)]
         for run in todo:
@@ -99,7 +99,7 @@ def refuse_a_launch_on_slurm(plan: SweepPlan) -> None:
             f"{plan.folder}: a launch on Slurm is submitting; wait until it ends, or end it by "
             "Ctrl-C there"
         )
-    if shutil.which("squeue") and slurm_queue.live_jobs(plan.folder):
+    if shutil.which("squeue") and slurm_queue.live_elements(plan.folder):
         raise InputError(f"{plan.folder}: is queued on Slurm; {cli_command('cancel', plan.folder)}")
 
 
@@ -165,14 +165,17 @@ class WorkerPool:
             outcome = worker.work(
                 run, lambda: self.stop_signal is not None, environment=environment
             )
+        except (InputError, OSError) as error:  # a full disk, a config that was edited
+            self.unfinished.append(run.name)
+            return f"failed: {run.name}: {error}"
         finally:
             self._free_gpus.put(gpus)
-        if outcome is Outcome.FINISHED_STAGES:  # all of them, so that the run is done
+        if outcome is Outcome.FINISHED_STAGES:  # here these are all stages, so the run is done
             return f"done: {run.name}"
         self.unfinished.append(run.name)
         line = f"{outcome.name.lower()}: {run.name}"
         if outcome is Outcome.FAILED:
             # The last event may be another process's, which has kept the worker from the run.
-            error = run.events()[-1].error or "another process is at this run"
-            line += f": {error} (log: {run.path.absolute()}/*.log)"
+            reason = run.events()[-1].error or "another process is at this run"
+            line += f": {reason} (log: {run.path.absolute()}/*.log)"
         return line

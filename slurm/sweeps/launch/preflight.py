@@ -16,6 +16,7 @@ from typing import Any
 from calibeval.io import InputError
 from calibeval.tasks import HUB, load
 from sweeps.launch import assets, local
+from sweeps.launch.hub_cache import use_cache
 from sweeps.runs import scoring
 from sweeps.runs.backend import BACKENDS, load_backend, trains_on_several_nodes
 from sweeps.runs.conversations import conversations
@@ -37,7 +38,7 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
     """
     if executor == "slurm":
         cluster = load_cluster(plan.sweep.cluster)
-        assets.use_cache(cluster)
+        use_cache(cluster)
     else:
         cluster = Cluster()
         _use_cache_of_profile(plan)
@@ -52,7 +53,7 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
         if problem is not None:
             found.append(problem)
         try:
-            local.workers(plan.sweep)
+            local.gpus_of_workers(plan.sweep)
         except InputError as error:  # there are too few GPUs
             found.append(str(error))
     else:
@@ -73,7 +74,7 @@ def _use_cache_of_profile(plan: SweepPlan) -> None:
         return
     cluster = load_cluster(plan.sweep.cluster)
     with contextlib.suppress(InputError):  # a variable in `cache` is not set here
-        assets.use_cache(cluster)
+        use_cache(cluster)
 
 
 def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
@@ -227,11 +228,13 @@ def _needs_of_training(plan: SweepPlan) -> tuple[list[str], list[str]]:
     unreadable: list[str] = []
     from_backend: list[str] = []
     for runs in _runs_by_files(plan):
-        unreadable += _models(plan.typed_train_keys(runs[0]))
+        problems_of_files = list(_models(plan.typed_train_keys(runs[0])))
         try:
             _read_train_file(runs[0])
         except InputError as error:
-            unreadable.append(f"train.train_file: {error}")
+            problems_of_files.append(f"train.train_file: {error}")
+        unreadable += problems_of_files
+        if problems_of_files:  # a backend may read the files to say what is missing
             continue
         for run in runs:
             from_backend += backend.missing(run.config().train_options, plan.sweep.world)

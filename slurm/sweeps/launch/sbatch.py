@@ -1,6 +1,8 @@
-"""What sbatch is handed: the text of its script, a function of sweep, profile and folders alone.
+"""What sbatch is handed: the text of its script.
 
-It needs no Slurm; `launch.slurm` submits. Options go where submitit takes them: those that
+It is a function of the sweep, its profile and folders, and of where the launch is typed: in which
+folder, by which Python, and with which variables for Hugging Face's cache. It needs no Slurm;
+`launch.slurm` submits. Options go where submitit takes them: those that
 `SlurmExecutor.update_parameters` has go into `parameters`, all others into
 `_additional_parameters`.
 """
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from calibeval.io import counted
+from sweeps.launch.hub_cache import job_variables
 from sweeps.launch.submitit_adapter import (
     ENDLESS,
     copy_pickle_lines,
@@ -149,8 +152,10 @@ def parameters(
     if job.kind is not JobKind.COLLECT:
         values["map_count"] = len(job.runs)
         values["array_parallelism"] = sweep.throttle or ENDLESS
+    # submitit sorts the lines of a script by the names that it was given: `cpus-per-task` of extra
+    # would stand before our `cpus_per_task`, and of two lines for one option sbatch takes the last.
     for name in extra:
-        values.pop(name.replace("-", "_"), None)  # of two lines sbatch takes the last
+        values.pop(name.replace("-", "_"), None)
     parameters_with_value = {key: value for key, value in values.items() if value is not None}
     # submitit has a wckey of its own for whoever gives none; None is how to have none.
     parameters_with_value["wckey"] = None
@@ -225,10 +230,15 @@ def script(
 def setup(cluster: Cluster, code_folder: Path) -> list[str]:
     """The shell lines of a job before its command."""
     lines = [
-        # "The list above" is, in the script, that of its line with --export.
+        # Whoever reads the script finds the list in its line with --export.
         "unset SLURM_EXPORT_ENV  # srun hands on what this job has, which is the list above",
         f"cd {shlex.quote(os.getcwd())} || exit 1",
     ]
+    if not cluster.cache:
+        # Before all that may set them for good: a login that is read here, modules, setup lines.
+        for name, value in job_variables().items():
+            if name not in cluster.pass_environment:
+                lines.append(f"export {name}={shlex.quote(value)}")
     if cluster.modules:
         lines.append("command -v module >/dev/null || . /etc/profile")
         lines.append(f"module load {shlex.join(cluster.modules)} || exit 1")  # module says why

@@ -39,7 +39,7 @@ from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command, run_checked, run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, Sweep, load_cluster
-from sweeps.runs.slurm_queue import LiveJob, largest_array, live_jobs
+from sweeps.runs.slurm_queue import LiveElement, largest_array, live_elements, names_of_runs
 from sweeps.runs.stages import SCORE, STAGES, TRAIN, next_stage
 from sweeps.runs.yaml_io import dump_yaml, read_yaml
 
@@ -51,6 +51,10 @@ SBATCH_PATIENCE = 600  # seconds after which it is ended; by itself it gives up 
 QOS_LIMIT = "format=name,maxsubmitjobsperuser"
 
 
+class NoAnswerOfSbatch(InputError):
+    """sbatch has not answered: Slurm may have taken the job, or may still take it."""
+
+
 @dataclass(frozen=True)
 class Submission:
     """What a launch has queued, and what else there is to say of the runs that it asks for."""
@@ -58,10 +62,10 @@ class Submission:
     jobs: dict[str, Job]  # the new jobs, by their ids
     collect_refusal: str  # why sbatch did not take the job that makes the tables; "" if it did
     # Elements of earlier launches that work on these runs:
-    already_there: list[LiveJob]  # queued or running
-    stopping: list[LiveJob]  # told to end, and still saving: their runs are left out
+    already_there: list[LiveElement]  # queued or running
+    stopping: list[LiveElement]  # told to end, and still saving: their runs are left out
     # Those of `already_there` that are pending, and were queued with another profile.
-    with_other_profile: list[LiveJob]
+    with_other_profile: list[LiveElement]
     profile_differences: list[str]  # of that profile from this launch's: `key: value, now value`
 
     def describe_present(self, plan: SweepPlan) -> str:
@@ -71,14 +75,14 @@ class Submission:
         if done:
             counts.append(f"{done} done")
         if self.already_there:
-            counts.append(f"{len(self.already_there)} queued or running")
+            counts.append(f"{len(names_of_runs(self.already_there))} queued or running")
         return ", ".join(counts)
 
     def problems(self, plan: SweepPlan) -> list[str]:
         """What was asked for and is not queued, one sentence for each."""
         lines = []
         if self.stopping:
-            names = ", ".join(str(job.run) for job in self.stopping)
+            names = ", ".join(names_of_runs(self.stopping))
             lines.append(f"still stopping, and left out: {names}; later type the same once more")
         if self.collect_refusal:
             collect = cli_command("collect", plan.folder)
@@ -92,8 +96,9 @@ class Submission:
         """What the user may not expect, one sentence for each."""
         if not self.with_other_profile:
             return []
-        verb = "is" if len(self.with_other_profile) == 1 else "are"
-        runs = f"{counted(len(self.with_other_profile), 'run')} {verb}"
+        count = len(names_of_runs(self.with_other_profile))
+        verb = "is" if count == 1 else "are"
+        runs = f"{counted(count, 'run')} {verb}"
         cancel = cli_command("cancel", plan.folder)
         differences = "; ".join(self.profile_differences)
         return [
@@ -102,17 +107,16 @@ class Submission:
         ]
 
 
-def design(plan: SweepPlan, live: list[LiveJob], array_limit: int | None = None) -> list[Job]:
+def design(plan: SweepPlan, live: list[LiveElement], array_limit: int | None = None) -> list[Job]:
     """The jobs to submit, in the order of submission; none if all is done or queued.
 
-    `live` are the jobs that are queued or running. A run without torchrun, of one process and not
-    sharded, trains and scores in one element. Of any other run, scoring has an array of its own,
-    whose elements have the CPUs and GPUs of one process and all the memory, and wait for those that
-    train.
-    No array has more elements than `array_limit`.
+    `live` are the elements that are queued or running. A run without torchrun, of one process and
+    not sharded, trains and scores in one element. Of any other run, scoring has an array of its
+    own, whose elements have the CPUs and GPUs of one process and all the memory, and wait for those
+    that train. No array has more elements than `array_limit`.
     """
-    queued_runs = {job.run for job in live if job.run is not None}
-    collects = any(job.run is None and not job.stopping for job in live)
+    queued_runs = set(names_of_runs(live))
+    collects = any(element.run is None and not element.stopping for element in live)
     to_train = []
     to_score = []
     for run in plan.baselines_and_runs:
@@ -217,11 +221,12 @@ def _title(job: Job, number: int) -> str:
 
 
 def submit(plan: SweepPlan, stop_patience: float = STOP_PATIENCE) -> Submission:
-    """Queue what is neither done nor queued: all arrays, or none.
+    """Queue what is neither done nor queued: all arrays, or none where sbatch refuses one.
 
     Runs that a cancel has stopped and that still save are waited for, at most `stop_patience`
     seconds, and then left out. A job that makes the tables and is not taken costs no run. Raises
-    InputError if sbatch refuses an array, or somebody else is launching the sweep.
+    InputError if sbatch refuses an array or does not answer, or somebody else is launching the
+    sweep.
     """
     cluster = load_cluster(plan.sweep.cluster)
     jobs_folder = plan.folder / "jobs"
@@ -232,11 +237,11 @@ def submit(plan: SweepPlan, stop_patience: float = STOP_PATIENCE) -> Submission:
         live = _settled_queue(plan, stop_patience)
         _note_ids(jobs_folder, live)
         live_of_plan = _of_plan(plan, live)
-        already_there = [job for job in live_of_plan if not job.stopping]
+        already_there = [element for element in live_of_plan if not element.stopping]
         with_other_profile, differences = _compare_profiles(jobs_folder, cluster, already_there)
         planned = design(plan, live, largest_array())
         plan.create()
-        worked_on = {job.run for job in live}
+        worked_on = set(names_of_runs(live))
         finish_complete(run for run in plan.baselines_and_runs if run.name not in worked_on)
         jobs: dict[str, Job] = {}
         collect_refusal = ""
@@ -246,7 +251,7 @@ def submit(plan: SweepPlan, stop_patience: float = STOP_PATIENCE) -> Submission:
         jobs=jobs,
         collect_refusal=collect_refusal,
         already_there=already_there,
-        stopping=[job for job in live_of_plan if job.stopping],
+        stopping=[element for element in live_of_plan if element.stopping],
         with_other_profile=with_other_profile,
         profile_differences=differences,
     )
@@ -258,51 +263,51 @@ def refuse_a_launch_here(plan: SweepPlan) -> None:
         raise InputError(f"{plan.folder}: a launch without Slurm is at it; Ctrl-C there ends it")
 
 
-def _of_plan(plan: SweepPlan, live: list[LiveJob]) -> list[LiveJob]:
-    """Those of the live jobs that work on runs which this launch asks for."""
+def _of_plan(plan: SweepPlan, live: list[LiveElement]) -> list[LiveElement]:
+    """Those of the live elements that work on runs which this launch asks for."""
     names = {run.name for run in plan.baselines_and_runs}
-    return [job for job in live if job.run in names]
+    return [element for element in live if element.run in names]
 
 
-def _settled_queue(plan: SweepPlan, patience: float) -> list[LiveJob]:
-    """The folder's live jobs, once those that are leaving this launch's runs have left.
+def _settled_queue(plan: SweepPlan, patience: float) -> list[LiveElement]:
+    """The folder's live elements, once those that are leaving this launch's runs have left.
 
     After a scancel they save, and could not be queued again. Those that take more than `patience`
     seconds are still there.
     """
     end = time.monotonic() + patience
-    live = live_jobs(plan.folder)
-    stopping = [job for job in _of_plan(plan, live) if job.stopping]
+    live = live_elements(plan.folder)
+    stopping = [element for element in _of_plan(plan, live) if element.stopping]
     if stopping:
-        runs = counted(len(stopping), "run")
+        runs = counted(len(names_of_runs(stopping)), "run")
         message = f"waiting for {runs} to stop, at most {patience} s; Ctrl-C is safe"
         print(message, file=sys.stderr, flush=True)
     while stopping and time.monotonic() < end:
         time.sleep(STOP_PAUSE)
-        live = live_jobs(plan.folder)
-        stopping = [job for job in _of_plan(plan, live) if job.stopping]
+        live = live_elements(plan.folder)
+        stopping = [element for element in _of_plan(plan, live) if element.stopping]
     return live
 
 
-def _note_ids(jobs_folder: Path, live: list[LiveJob]) -> None:
-    """Write the `id` of live jobs whose launch did not live to write it."""
-    for job in live:
-        file = jobs_folder / job.tag / "id"
+def _note_ids(jobs_folder: Path, live: list[LiveElement]) -> None:
+    """Write the `id` of live arrays whose launch did not live to write it."""
+    for element in live:
+        file = jobs_folder / element.tag / "id"
         if not file.exists():
-            write_text(file, f"{_array_id(job)}\n")
+            write_text(file, f"{_array_id(element)}\n")
 
 
 def _compare_profiles(
-    jobs_folder: Path, cluster: Cluster, already_there: list[LiveJob]
-) -> tuple[list[LiveJob], list[str]]:
-    """The pending jobs that were submitted with another profile than this one; how that differs."""
-    pending = [job for job in already_there if job.state == "PENDING"]
-    with_other_profile: list[LiveJob] = []
+    jobs_folder: Path, cluster: Cluster, already_there: list[LiveElement]
+) -> tuple[list[LiveElement], list[str]]:
+    """The pending elements that were submitted with another profile; how that one differs."""
+    pending = [element for element in already_there if element.state == "PENDING"]
+    with_other_profile: list[LiveElement] = []
     all_differences: dict[str, None] = {}  # in order, each once
-    for tag in sorted({job.tag for job in pending}):
+    for tag in sorted({element.tag for element in pending}):
         differences = _profile_differences(jobs_folder / tag / "profile.yaml", cluster)
         if differences:
-            with_other_profile += [job for job in pending if job.tag == tag]
+            with_other_profile += [element for element in pending if element.tag == tag]
         all_differences.update(dict.fromkeys(differences))
     return with_other_profile, list(all_differences)
 
@@ -320,14 +325,16 @@ def _profile_differences(file: Path, cluster: Cluster) -> list[str]:
 
 
 def _submit_jobs(
-    plan: SweepPlan, cluster: Cluster, jobs: list[Job], live: list[LiveJob]
+    plan: SweepPlan, cluster: Cluster, jobs: list[Job], live: list[LiveElement]
 ) -> tuple[dict[str, Job], str]:
     """Hand jobs to sbatch; returns them by their ids, and why the collect job was not taken.
 
-    If sbatch refuses an array, those before it are cancelled, and all runs told why: InputError.
+    If sbatch refuses an array, those before it are cancelled, and all runs told why: InputError. If
+    it does not answer, Slurm may have the array or not. So all stays as it is, as at a Ctrl-C, and
+    the next launch, which finds in the queue what there is, submits the rest.
     """
     code_folder = snapshot(plan.folder)
-    queued_before = sorted({_array_id(job) for job in live if job.run is not None})
+    queued_before = sorted({_array_id(element) for element in live if element.run is not None})
     submitted: dict[str, Job] = {}
     for job in jobs:
         job_folder = _new_job_folder(plan.folder / "jobs")
@@ -342,21 +349,36 @@ def _submit_jobs(
         except InputError as error:
             if job.kind is JobKind.COLLECT:
                 return submitted, str(error)
-            if submitted:
-                run_checked("scancel", *submitted)
+            if isinstance(error, NoAnswerOfSbatch):
+                raise
+            refusal = str(error)
             taken_back = [name for other in (*submitted.values(), job) for name in other.runs]
             for name in dict.fromkeys(taken_back):
-                Run(plan.folder / name).note(EventKind.ENDED, refused=str(error))
+                Run(plan.folder / name).note(EventKind.ENDED, refused=refusal)
+            problem = _take_back(plan, list(submitted))
             profile = plan.sweep.cluster or "no --cluster"
-            raise InputError(f"{profile}: {error}") from error
+            raise InputError(f"{profile}: {refusal}{problem}") from error
         write_text(job_folder / "id", f"{job_id}\n")
         submitted[job_id] = job
     return submitted, ""
 
 
-def _array_id(job: LiveJob) -> str:
+def _take_back(plan: SweepPlan, job_ids: list[str]) -> str:
+    """Cancel the jobs of a launch that was refused; returns what is to be said if that fails."""
+    if not job_ids:
+        return ""
+    try:
+        run_checked("scancel", *job_ids)
+    except InputError as error:
+        cancel = cli_command("cancel", plan.folder)
+        jobs = ", ".join(job_ids)
+        return f"\n{error}: what was queued before ({jobs}) still is; to take it back: {cancel}"
+    return ""
+
+
+def _array_id(element: LiveElement) -> str:
     """The id of the array that an element belongs to: 12 of 12_3."""
-    return job.label.partition("_")[0]
+    return element.label.partition("_")[0]
 
 
 def _new_job_folder(jobs_folder: Path) -> Path:
@@ -437,7 +459,7 @@ def _pass_on(stream: IO[str], messages: list[str]) -> None:
 
 
 def _wait_for_sbatch(process: subprocess.Popen) -> None:
-    """Wait for its end, not in silence, and not for ever: InputError after SBATCH_PATIENCE."""
+    """Wait for its end, not in silence; raises NoAnswerOfSbatch after SBATCH_PATIENCE."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(SBATCH_SILENCE)
         return
@@ -450,8 +472,9 @@ def _wait_for_sbatch(process: subprocess.Popen) -> None:
     try:
         process.wait(SBATCH_PATIENCE - SBATCH_SILENCE)
     except subprocess.TimeoutExpired:
-        raise InputError(
-            f"sbatch has not answered for {SBATCH_PATIENCE} s; the same command tries again"
+        raise NoAnswerOfSbatch(
+            f"sbatch has not answered for {SBATCH_PATIENCE} s; the same command then queues what "
+            "is missing"
         ) from None
 
 
@@ -513,7 +536,7 @@ def cancel(plan: SweepPlan) -> list[str]:
     Trainers that run hear of it and save. Slurm kills those that have not ended after its KillWait,
     30 seconds unless the cluster has another: what they learnt since their last checkpoint is lost.
     """
-    ids = sorted({_array_id(job) for job in live_jobs(plan.folder)})
+    ids = sorted({_array_id(element) for element in live_elements(plan.folder)})
     if ids:
         run_checked("scancel", *ids)
     return ids

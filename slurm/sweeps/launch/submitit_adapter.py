@@ -22,8 +22,8 @@ For this, four things are used that submitit does not promise to keep:
   it guesses from the time that has passed whether a job is preempted or timed out, and a program
   of the run would have no time to save.
 
-`SUBMITIT` names the versions with which all four were tested. Another version may work: if one of
-the four is gone, the import of this module says so.
+`TESTED_VERSIONS` are those with which all four were tested. Another version may work: if one of the
+four is gone, the import of this module says so.
 """
 
 import os
@@ -34,7 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-SUBMITIT = ("1.5.4",)
+TESTED_VERSIONS = ("1.5.4",)
 
 try:
     from submitit.core.job_environment import SignalHandler
@@ -48,7 +48,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"submitit {version('submitit')} lacks a part that sweeps needs ({error}); tested with: "
-        f"pip install submitit=={' or '.join(SUBMITIT)}"
+        f"pip install submitit=={' or '.join(TESTED_VERSIONS)}"
     ) from error
 
 __all__ = [

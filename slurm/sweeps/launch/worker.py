@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sweeps.launch.program_end import ProgramEnd
 from sweeps.runs.events import Event, EventKind
 from sweeps.runs.files import is_disk_full, is_locked, last_error, tail
-from sweeps.runs.processes import follow_parent
+from sweeps.runs.processes import end_with_parent_and_ignore_usr2
 from sweeps.runs.run import Run
 from sweeps.runs.stages import SCORE, STAGES, TRAIN, Outcome, next_stage
 
@@ -33,7 +33,9 @@ KILL_CODES_OF_WRAPPERS = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 # The exit code of a program of ours that ends with an InputError: it refuses to begin, or has met
 # what only its user can put right, such as a loss that is infinite or a disk that is full.
 BAD_INPUT = 2
-LOG_LINES = 400  # of a program's output on one node, among which its error is looked for
+# A program's error is looked for in the last lines of its output on one node: in so many lines, and
+# so many bytes.
+LOG_LINES = 400
 LOG_BYTES = 1 << 16
 NODE_PATIENCE = 30  # seconds between the end of a run's program on one node and that on all others
 
@@ -46,8 +48,7 @@ def work(
 ) -> Outcome:
     """Bring a run through these stages, or to where it has saved once it is asked to stop.
 
-    It is asked by `asked_to_stop`, or by a stop file that somebody puts into its folder. A file
-    that was there before is deleted, unless another process holds the run: it is left to that one.
+    It is asked by `asked_to_stop`, or by a stop file: see `StopRequest`.
 
     Programs get `environment` on top of this process's. One that is killed starts again, but not
     more than `max_idle_restarts` times without progress. Where another process works on the run,
@@ -55,55 +56,83 @@ def work(
     FINISHED_STAGES when the next stage is none of these: all is done, or what comes next is another
     array's.
     """
-    # A process that still holds the run may not have looked for its stop file yet, such as an
-    # earlier start of this job, which `element.take_over` has asked to leave.
-    file_asks_another = is_locked(run.lock_file)
-    if not file_asks_another:
-        run.stop_file.unlink(missing_ok=True)  # left over from the worker before
-
-    def is_asked_to_stop() -> bool:
-        return asked_to_stop() or (run.stop_file.exists() and not file_asks_another)
-
+    stop_request = StopRequest(run, asked_to_stop)
     stage = next_stage(run)
     while stage is not None and stage in stages:
         count = run.attempts_without_progress(stage)
         if count > run.config().max_idle_restarts:
             return _give_up(run, count)
-        if is_asked_to_stop():
+        if stop_request.is_made():
             run.note(EventKind.ENDED, stopped=True)
             return Outcome.STOPPED
         run.note_beginning(stage)
-        end = _execute(run, stage, is_asked_to_stop, environment)
-        exit_code = end.telling_exit_code
-        stage_before = stage
+        end = _execute(run, stage, stop_request.is_made, environment)
+        outcome = _note_end(run, stage, end, stop_request.is_made())
+        if outcome is not None:
+            return outcome
         stage = next_stage(run)
-        if stage != stage_before:
-            # The program did what it was for, whatever its exit code. One that trains may go on to
-            # score: if that fails, the training counts as done, nothing is noted here, and the
-            # next attempt, at scoring, shows the error.
-            run.note(EventKind.ENDED, exit=exit_code)
-        elif is_asked_to_stop() or exit_code == Outcome.STOPPED.value:
-            # Also where the program failed meanwhile: the next attempt then shows how.
-            run.note(EventKind.ENDED, exit=exit_code, stopped=True)
-            return Outcome.STOPPED
-        elif exit_code < 0 or exit_code in KILL_CODES_OF_WRAPPERS:  # the same stage is tried again
-            run.note(EventKind.ENDED, exit=exit_code, killed=True)
-            print(
-                f"{run.name}: {stage}: killed (exit {exit_code}), step {run.last_saved_step()}",
-                flush=True,
-            )
-        elif exit_code == BAD_INPUT and is_locked(run.lock_file):
-            # The program has waited for the run's lock and ended, so that somebody else holds it:
-            # another job, or who trains the run by hand. The run itself is well.
-            run.note(EventKind.ENDED, exit=exit_code, busy=True)
-            print(f"{run.name}: {stage}: another process is at this run", flush=True)
-            return Outcome.FAILED
-        else:
-            run.note(EventKind.ENDED, exit=exit_code, error=_reason(run, exit_code, end.lines))
-            return Outcome.FAILED
+        stop_request.look_who_holds_the_run()
     if stage is None:
         _finish(run)
     return Outcome.FINISHED_STAGES
+
+
+class StopRequest:
+    """Whether a worker is asked to stop its run: by its caller, or by a stop file that is for it.
+
+    A stop file is for the process that holds the run. If another one does when a program is about
+    to be started, such as an earlier start of this job, which `element.take_over` has asked to
+    leave, then the file is left to that one, which may not have looked for it yet. Once nobody
+    holds the run, a file that is there is left over, and is deleted; one that is made from then on
+    is for this worker. Until then a file ends only a program that itself looks for one.
+    """
+
+    def __init__(self, run: Run, asked_to_stop: Callable[[], bool]) -> None:
+        """A worker of this run, whose caller says by `asked_to_stop` whether it shall stop."""
+        self._run = run
+        self._asked_to_stop = asked_to_stop
+        self._file_is_for_this_worker = False
+        self.look_who_holds_the_run()
+
+    def look_who_holds_the_run(self) -> None:
+        """Find out for whom stop files are; called while no program of this worker runs."""
+        if not self._file_is_for_this_worker and not is_locked(self._run.lock_file):
+            self._run.stop_file.unlink(missing_ok=True)
+            self._file_is_for_this_worker = True
+
+    def is_made(self) -> bool:
+        """Whether this worker is asked to stop."""
+        return self._asked_to_stop() or (
+            self._file_is_for_this_worker and self._run.stop_file.exists()
+        )
+
+
+def _note_end(run: Run, stage: str, end: ProgramEnd, is_asked_to_stop: bool) -> Outcome | None:
+    """Note how a stage's program ended; returns how the work ends with it, None if it goes on."""
+    exit_code = end.telling_exit_code
+    if next_stage(run) != stage:
+        # The program did what it was for, whatever its exit code. One that trains may go on to
+        # score: if that fails, the training counts as done, nothing is noted here, and the next
+        # attempt, at scoring, shows the error.
+        run.note(EventKind.ENDED, exit=exit_code)
+        return None
+    if is_asked_to_stop or exit_code == Outcome.STOPPED.value:
+        # Also where the program failed meanwhile: the next attempt then shows how.
+        run.note(EventKind.ENDED, exit=exit_code, stopped=True)
+        return Outcome.STOPPED
+    if exit_code < 0 or exit_code in KILL_CODES_OF_WRAPPERS:  # the same stage is tried again
+        run.note(EventKind.ENDED, exit=exit_code, killed=True)
+        step = run.last_saved_step()
+        print(f"{run.name}: {stage}: killed (exit {exit_code}), step {step}", flush=True)
+        return None
+    if exit_code == BAD_INPUT and is_locked(run.lock_file):
+        # The program has waited for the run's lock and ended, so that somebody else holds it:
+        # another job, or who trains the run by hand. The run itself is well.
+        run.note(EventKind.ENDED, exit=exit_code, busy=True)
+        print(f"{run.name}: {stage}: another process is at this run", flush=True)
+        return Outcome.FAILED
+    run.note(EventKind.ENDED, exit=exit_code, error=_reason(run, exit_code, end.lines))
+    return Outcome.FAILED
 
 
 def finish_complete(runs: Iterable[Run]) -> None:
@@ -157,11 +186,11 @@ def _end_in_words(event: Event) -> str:
     """How an attempt ended that this event notes the end of."""
     if event.was_stopped:
         return "stopped"
-    if "killed" in event.details:
+    if event.was_killed:
         return "killed"
     if event.error is not None:
         return "failed"
-    if "busy" in event.details:
+    if event.met_another_process:
         return "met another process"
     return "ended well"
 
@@ -189,7 +218,7 @@ def _execute(
             stdout=out,
             stderr=subprocess.STDOUT,
             env=variables,
-            preexec_fn=follow_parent,
+            preexec_fn=end_with_parent_and_ignore_usr2,
             start_new_session=True,
         )
     was_asked = False

@@ -13,6 +13,7 @@ import pandas as pd
 
 from calibeval import index, report
 from calibeval.io import InputError, counted, write_rows, write_text
+from calibeval.request import DEFAULT_COLUMNS
 from sweeps.results import status
 from sweeps.results.selection import Choice, best_learning_rates
 from sweeps.results.settings import settings, varied_settings
@@ -20,7 +21,6 @@ from sweeps.runs import scoring
 from sweeps.runs.files import locked, replace_folder
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.run import Run
-from sweeps.runs.schema import COLUMNS
 
 COLLECT_PATIENCE = 3600  # seconds to wait for another collect of the same sweep
 
@@ -107,7 +107,7 @@ def entries(plan: SweepPlan, runs: list[Run]) -> list[dict[str, Any]]:
         for task in score.tasks:
             if scoring.gap(run, task) is not None:
                 continue
-            path = os.path.relpath(scoring.records(run, task), plan.folder / "results")
+            path = os.path.relpath(scoring.records_file(run, task), plan.folder / "results")
             rows.append({"records": path, "dataset": task.key, **labels})
     return rows
 
@@ -154,7 +154,7 @@ def runs_table(plan: SweepPlan) -> list[dict[str, Any]]:
         rows.append(
             {
                 "run": run.name,
-                **run.values,
+                **run.grid_values,
                 "seed": run.config().train["seed"],
                 "state": shown.state.value,
                 "detail": shown.detail,
@@ -195,7 +195,7 @@ def _write_scores(
     """Write index.jsonl, and the tables, diagrams and page over it; print the tables."""
     write_rows(part / "index.jsonl", index_rows)
     # Without scores, the plan names no columns of tables; an earlier launch has scored some runs.
-    table_columns = COLUMNS
+    table_columns = DEFAULT_COLUMNS
     if plan.sweep.score is not None:
         table_columns = plan.sweep.score.columns
     tables = report.collect(

@@ -9,20 +9,17 @@ from statistics import fmean
 from typing import Any
 
 from calibeval import evaluations, stats
-from sweeps.results.settings import settings, varied_settings
+from sweeps.results.settings import SHOWN_BUT_RATE_AND_SEED, settings, varied_settings
 from sweeps.runs import scoring
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run
-from sweeps.runs.schema import HELD_OUT
+from sweeps.runs.schema import HELD_OUT_LOSS
 
-# Runs compete that are alike in all settings but the learning rate and the seed, over which figures
-# are means. best_learning_rates.csv says what they have in common: first these settings, under the
-# names of its columns, then all others that vary, under their own.
+# Settings that have another name in best_learning_rates.csv than in a sweep file.
 COLUMN_NAMES = {
     "train_file": "trained_on",  # in index.jsonl it is train_data, as calibeval's tables call it
     "model_name_or_path": "model",
     "num_train_epochs": "epochs",
-    "label_smoothing": "label_smoothing",
 }
 
 
@@ -69,7 +66,8 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
     Figures are means over seeds; ties go to the lower NLL. Runs without figures, and models before
     fine-tuning, are left out.
     """
-    keys = [*COLUMN_NAMES, *varied_settings(runs)]
+    # What the runs of a group have in common, in the order of the columns.
+    keys = [*SHOWN_BUT_RATE_AND_SEED, *varied_settings(runs)]
     groups: dict[tuple, dict[float, _RunsAtRate]] = {}
     for run in runs:
         if run.config().is_baseline:
@@ -98,8 +96,8 @@ def _choose(
     def rank(learning_rate: float) -> tuple[float, ...]:
         """The lower, the better."""
         figures = means[learning_rate]
-        if select_on == HELD_OUT:
-            return (figures[HELD_OUT],)
+        if select_on == HELD_OUT_LOSS:
+            return (figures[HELD_OUT_LOSS],)
         return (
             -figures[_figure_name("accuracy", select_on)],
             figures[_figure_name("nll", select_on)],
@@ -122,14 +120,14 @@ def _figure_name(metric: str, select_on: str) -> str:
 
 def validation_figures(select_on: str, run: Run) -> dict[str, float] | None:
     """A run's held-out loss, or its accuracy and NLL on the validation task; None if absent."""
-    if select_on == HELD_OUT:
+    if select_on == HELD_OUT_LOSS:
         loss = held_out_loss(run)
-        return None if loss is None else {HELD_OUT: loss}
+        return None if loss is None else {HELD_OUT_LOSS: loss}
     score = run.config().score
     tasks = [task for task in score.tasks if task.key == select_on] if score is not None else []
     if not tasks or scoring.gap(run, tasks[0]) is not None:
         return None
-    loaded = evaluations.load(scoring.records(run, tasks[0]))
+    loaded = evaluations.load(scoring.records_file(run, tasks[0]))
     figures = {}
     for metric in ("accuracy", "nll"):
         value = stats.estimate([loaded], metric, "choices").value
@@ -140,7 +138,7 @@ def validation_figures(select_on: str, run: Run) -> dict[str, float] | None:
 
 def held_out_loss(run: Run) -> float | None:
     """The last loss on conversations never trained on; None if unknown, or not trained yet."""
-    losses = [row[HELD_OUT] for row in read_rows(run.metrics) if HELD_OUT in row]
+    losses = [row[HELD_OUT_LOSS] for row in read_rows(run.metrics) if HELD_OUT_LOSS in row]
     if not losses or not run.trained:
         return None
     last: float = losses[-1]

@@ -9,14 +9,15 @@ from sweeps.runs.stages import TRAIN
 # The settings of each run that index.jsonl has, and so every table over scores. Runs that differ in
 # another one are told apart by a column of its own: see `varied_settings`. (runs.csv has the values
 # of `grid:` and the seed.)
-SHOWN = (
-    "model_name_or_path",
-    "label_smoothing",
-    "learning_rate",
-    "seed",
+# Runs that are alike in all settings but the rate and the seed compete for the best rate:
+# best_learning_rates.csv begins with these columns, in this order.
+SHOWN_BUT_RATE_AND_SEED = (
     "train_file",
+    "model_name_or_path",
     "num_train_epochs",
+    "label_smoothing",
 )
+SHOWN = (*SHOWN_BUT_RATE_AND_SEED, "learning_rate", "seed")
 
 
 def settings(run: Run) -> dict[str, Any]:

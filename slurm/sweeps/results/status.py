@@ -15,12 +15,12 @@ from sweeps.runs.files import is_locked, read_rows, tail
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command
 from sweeps.runs.run import Run
-from sweeps.runs.slurm_queue import JobEnd, LiveJob, Remedy, StuckReason, SubmittedElement
+from sweeps.runs.slurm_queue import ElementEnd, LiveElement, Remedy, StuckReason, SubmittedElement
 
-PRINTED_LINES = 3  # of what a job printed, where that is all that is known of its end
-TABLE_CHARACTERS = 60  # of a reason, in the table
-NODES_SHOWN = 4  # of those that are down
-METRICS_BYTES = 4096  # at the end of metrics.jsonl, among which the last row is looked for
+PRINTED_LINES = 3  # how many lines of a job's output are shown where its end has no other words
+TABLE_CHARACTERS = 60  # how much of a reason stands in the table
+NODES_SHOWN = 4  # how many of the nodes that are down are named
+METRICS_BYTES = 4096  # how much of the end of metrics.jsonl is searched for the last row
 
 
 class State(Enum):
@@ -59,9 +59,9 @@ class SlurmView:
 
     # Of each run, the last element, of any launch, that was to do its next stage.
     submitted: dict[str, SubmittedElement]
-    live_jobs: dict[str, LiveJob]
-    collect_job: LiveJob | None  # that makes the tables, whatever runs it waits for
-    ends: dict[str, JobEnd]  # how elements ended, by their labels
+    live_elements: dict[str, LiveElement]  # of each run one, that tells most: see `ask_slurm`
+    collect_job: LiveElement | None  # that makes the tables, whatever runs it waits for
+    ends: dict[str, ElementEnd]  # how elements ended, by their labels
     error: str  # what squeue said if it did not answer
 
 
@@ -72,30 +72,35 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
     submitted = {
         name: _element_for(stage_of[name], elements[name]) for name in stage_of if name in elements
     }
-    jobs: list[LiveJob] = []
+    elements_in_queue: list[LiveElement] = []
     error = ""
     if submitted:
         try:
-            jobs = slurm_queue.live_jobs(plan.folder)
+            elements_in_queue = slurm_queue.live_elements(plan.folder)
         except InputError as refusal:
             error = str(refusal)
-    live_jobs = {}
+    live_elements = {}
     collect_job = None
-    # Of several jobs for the same, one that is running counts: it comes last.
-    for job in sorted(jobs, key=lambda job: job.state == "RUNNING"):
-        if job.run is None:
-            collect_job = job
+
+    def tells_more(element: LiveElement) -> tuple[bool, bool]:
+        """Of the elements of one run the highest counts: one that runs, else the next stage's."""
+        only_scoring_is_left = stage_of.get(str(element.run)) == stages.SCORE
+        return element.state == "RUNNING", element.only_scores == only_scoring_is_left
+
+    for element in sorted(elements_in_queue, key=tells_more):
+        if element.run is None:
+            collect_job = element
         else:
-            live_jobs[job.run] = job
-    ends: dict[str, JobEnd] = {}
+            live_elements[element.run] = element
+    ends: dict[str, ElementEnd] = {}
     if not error:
         labels = {
             element.label
             for name, element in submitted.items()
-            if name not in live_jobs and element.label is not None
+            if name not in live_elements and element.label is not None
         }
-        ends = slurm_queue.job_ends(sorted(labels))
-    return SlurmView(submitted, live_jobs, collect_job, ends, error)
+        ends = slurm_queue.element_ends(sorted(labels))
+    return SlurmView(submitted, live_elements, collect_job, ends, error)
 
 
 def _next_stages(plan: SweepPlan) -> dict[str, str]:
@@ -135,9 +140,9 @@ class Evidence:
     last: Event | None  # what has happened to it last
     is_locked: bool  # whether a process trains or scores it: here, or on a node whose locks we see
     is_launching: bool  # whether a launch without Slurm is under way
-    live_job: LiveJob | None
+    live_element: LiveElement | None
     submitted: SubmittedElement | None
-    end: JobEnd | None  # how that element ended, as far as Slurm knows
+    end: ElementEnd | None  # how that element ended, as far as Slurm knows
     slurm_error: str
     scored: str
 
@@ -149,8 +154,8 @@ class Evidence:
         return last_metrics(self.run)
 
     @property
-    def last_launch(self) -> Event | None:
-        """The launch that has asked for the run; None if something has happened to it since."""
+    def unanswered_launch(self) -> Event | None:
+        """The last event, if that is a launch: then nothing has begun since."""
         if self.last is not None and self.last.kind is EventKind.LAUNCHED:
             return self.last
         return None
@@ -158,7 +163,7 @@ class Evidence:
     @property
     def was_never_queued(self) -> bool:
         """Whether that launch, on Slurm, ended before sbatch had taken the run."""
-        if self.last_launch is None or self.last_launch.tag is None:
+        if self.unanswered_launch is None or self.unanswered_launch.tag is None:
             return False
         return self.submitted is not None and not self.submitted.was_taken
 
@@ -200,7 +205,7 @@ def of_run(run: Run, slurm: SlurmView, is_launching: bool) -> Status:
         last=events[-1] if events else None,
         is_locked=is_locked(run.lock_file),
         is_launching=is_launching,
-        live_job=slurm.live_jobs.get(run.name),
+        live_element=slurm.live_elements.get(run.name),
         submitted=submitted,
         end=end,
         slurm_error=slurm.error,
@@ -261,11 +266,11 @@ def classify(evidence: Evidence) -> State:
 
 def _live_state(evidence: Evidence) -> State | None:
     """The state of a run that somebody works on, or will without being asked again; else None."""
-    job = evidence.live_job
+    element = evidence.live_element
     if evidence.is_locked:
         return State.RUNNING
-    if job is not None:  # its program takes the lock seconds after the job begins
-        is_pending = job.state not in ("RUNNING", "COMPLETING")
+    if element is not None:  # its program takes the lock seconds after the element begins
+        is_pending = element.state not in ("RUNNING", "COMPLETING")
         return State.QUEUED if is_pending else State.RUNNING
     if evidence.is_launching and evidence.last is not None:
         if evidence.last.kind is EventKind.BEGAN:  # and its program has not taken the lock yet
@@ -281,7 +286,9 @@ def _state_after(last: Event, evidence: Evidence) -> State:
         return State.DEAD
     if last.was_stopped:
         return State.STOPPED
-    if last.kind is EventKind.ENDED:  # by a refusal, or a kill before the next attempt began
+    # The run was refused; or was killed, and not tried again; or another process was met at it; or
+    # its training went well, and its scoring is still to come.
+    if last.kind is EventKind.ENDED:
         return State.TO_DO
     if evidence.was_never_queued:
         return State.TO_DO
@@ -317,28 +324,29 @@ def _parts(state: State, evidence: Evidence) -> list[str]:
 
 def _describe_running(evidence: Evidence) -> list[str]:
     parts = [evidence.reached or "starting", _age_of_last_step(evidence)]
-    job = evidence.live_job
-    if job is not None and job.stopping:
+    element = evidence.live_element
+    if element is not None and element.stopping:
         parts.append("stopping")
-    if job is not None and job.state == "PENDING" and evidence.last is not None:
+    if element is not None and element.state == "PENDING" and evidence.last is not None:
         host = evidence.last.details.get("host")
-        if evidence.last.details.get("job") == job.label:
-            parts.append(f"still on {host}, which Slurm has given up; {job.label} is queued again")
+        label = element.label
+        if evidence.last.details.get("job") == label:
+            parts.append(f"still on {host}, which Slurm has given up; {label} is queued again")
     return parts
 
 
 def _describe_queued(evidence: Evidence) -> list[str]:
-    job = evidence.live_job
-    if job is None:  # it waits for a worker of a launch without Slurm
+    element = evidence.live_element
+    if element is None:  # it waits for a worker of a launch without Slurm
         return [evidence.reached]
-    return [job.label, _why_pending(job, evidence), last_metrics(evidence.run)]
+    return [element.label, _why_pending(element, evidence), last_metrics(evidence.run)]
 
 
 def _describe_dead(evidence: Evidence) -> list[str]:
     if evidence.last is not None and evidence.last.error is not None:
         return [_shortened(evidence.last.error)]
     when = evidence.reached or "at the start"
-    if evidence.last_launch is not None:
+    if evidence.unanswered_launch is not None:
         when = "before it began"
     return [f"{evidence.describe_end()}, {when}"]
 
@@ -351,7 +359,7 @@ def _describe_stopped(evidence: Evidence) -> list[str]:
 
 def _describe_to_do(evidence: Evidence) -> list[str]:
     if evidence.last is None:
-        return [f"{key}={value}" for key, value in evidence.run.values.items()]
+        return [f"{key}={value}" for key, value in evidence.run.grid_values.items()]
     if evidence.last.refusal is not None:
         return [_shortened(f"not queued: {evidence.last.refusal}")]
     if evidence.was_never_queued:
@@ -359,13 +367,13 @@ def _describe_to_do(evidence: Evidence) -> list[str]:
     return [evidence.reached]
 
 
-def _why_pending(job: LiveJob, evidence: Evidence) -> str:
+def _why_pending(element: LiveElement, evidence: Evidence) -> str:
     """For what a queued run waits."""
-    if job.reason == "BeginTime" and evidence.last is not None and evidence.last.was_stopped:
+    if element.reason == "BeginTime" and evidence.last is not None and evidence.last.was_stopped:
         step = evidence.run.last_saved_step()
         saved = "what is scored" if evidence.run.trained else f"at step {step}"
         return f"saved {saved}; Slurm starts it again shortly"
-    return _shortened(job.reason)
+    return _shortened(element.reason)
 
 
 def _shortened(reason: str) -> str:
@@ -496,31 +504,31 @@ def _describe_reason(group: list[Status]) -> list[str]:
 
 def _describe_stuck(plan: SweepPlan, slurm: SlurmView) -> list[str]:
     """Which runs are queued and cannot start, why, and what to type."""
-    jobs_of_reason: dict[str, list[LiveJob]] = {}
-    jobs = list(slurm.live_jobs.values())
+    pending_for_reason: dict[str, list[LiveElement]] = {}
+    elements = list(slurm.live_elements.values())
     if slurm.collect_job is not None:
-        jobs.append(slurm.collect_job)
-    for job in jobs:
-        if job.state == "PENDING":
-            jobs_of_reason.setdefault(job.reason, []).append(job)
+        elements.append(slurm.collect_job)
+    for element in elements:
+        if element.state == "PENDING":
+            pending_for_reason.setdefault(element.reason, []).append(element)
     lines = []
-    for reason, pending in jobs_of_reason.items():
+    for reason, pending in pending_for_reason.items():
         stuck = slurm_queue.explain_stuck(reason)
         if stuck is not None:
-            lines += ["", *_describe_stuck_jobs(plan, stuck, reason, pending)]
+            lines += ["", *_describe_stuck_elements(plan, stuck, reason, pending)]
     return lines
 
 
-def _describe_stuck_jobs(
-    plan: SweepPlan, stuck: StuckReason, reason: str, jobs: list[LiveJob]
+def _describe_stuck_elements(
+    plan: SweepPlan, stuck: StuckReason, reason: str, elements: list[LiveElement]
 ) -> list[str]:
-    """Why these jobs cannot start, and what to type."""
-    count = counted(len(jobs), "job")
+    """Why these elements cannot start, and what to type."""
+    count = counted(len(elements), "job")  # as users call what squeue lists
     cancel = cli_command("cancel", plan.folder)
     launch = cli_command("launch", plan.folder)
     other_profile = f"{cancel}; correct the profile; then {launch}"
     if stuck.remedy is Remedy.RELEASE:
-        labels = " ".join(job.label for job in jobs)
+        labels = " ".join(element.label for element in elements)
         return [
             f"{count} will not start ({reason}): {stuck.meaning}",
             f"    To let it go: scontrol release {labels}",
@@ -547,7 +555,7 @@ def _advice(plan: SweepPlan, statuses: list[Status], slurm: SlurmView) -> str:
         return f"Fix the cause shown above, then type: {launch}"
     if State.STOPPED in states:
         return f"To go on: {launch}"
-    if slurm.live_jobs and slurm.collect_job is None:
+    if slurm.live_elements and slurm.collect_job is None:
         collect = cli_command("collect", plan.folder)
         return f"No collect job is queued; at the end: {collect}"
     return ""

@@ -106,7 +106,8 @@ class Backend(Protocol[Options]):
                            Of several ranks all get it. USR2, by which Slurm warns of an end, need
                            not be handled: here it is ignored unless `train` handles it.
 
-        It may go on to score, by `scoring.here`, what it has trained, if it was not asked to stop.
+        It may go on to score, by `scoring.score_here`, what it has trained, if it was not asked to
+        stop.
         """
 
 

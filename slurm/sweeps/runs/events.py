@@ -3,9 +3,28 @@
 In the file, a row is an object with the time under the event's name, and the details beside it:
 
     {"queued": "2026-11-28T02:00:00Z", "tag": "a1b2c3", "code": "5eed5eed"}
+
+The details of each kind:
+
+    LAUNCHED  code      the folder of the snapshot that runs
+              tag       of a launch on Slurm: the job's folder below `jobs`
+    BEGAN     stage     what the attempt is to do, `train` or `score`
+              progress  what the run has got so far: see `Run.progress`
+              files     the hashes of the files that its config names, by their paths
+              host, job, gpus, and the versions of packages: where and with what it runs
+    ENDED     exit      the exit code; absent if the attempt did not get as far as a program
+              stopped   true: it has saved because somebody asked
+              killed    true: a signal ended it, and it will be tried again
+              busy      true: another process holds the run
+              error     in words: it has failed, and will not be tried again
+              refused   in words: there was no attempt, as sbatch did not take the run
+
+Of `stopped`, `killed`, `busy`, `error` and `refused` an ENDED row has one, or none if its attempt
+did what it was for.
 """
 
 import json
+import os
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
@@ -54,6 +73,16 @@ class Event:
         return "stopped" in self.details
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended an attempt, before it could save."""
+        return "killed" in self.details
+
+    @property
+    def met_another_process(self) -> bool:
+        """Whether an attempt gave up because another process held the run."""
+        return "busy" in self.details
+
+    @property
     def tag(self) -> str | None:
         """The name of the job's folder through which a launch on Slurm asked for the run."""
         return self.details.get("tag", self.details.get("job"))  # `job` in earlier versions
@@ -72,8 +101,15 @@ def read_events(file: Path) -> list[Event]:
 
 
 def append_event(file: Path, kind: EventKind, details: dict[str, Any]) -> None:
-    """Add what has happened just now to a file."""
+    """Add what has happened just now to a file.
+
+    It begins a line of its own also where the row before was cut off, as by a disk that was full.
+    """
     now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    row = {kind.value: now, **details}
-    with open(file, "a", encoding="utf-8") as out:
-        out.write(json.dumps(row) + "\n")
+    line = json.dumps({kind.value: now, **details}) + "\n"
+    with open(file, "a+b") as out:
+        if out.tell() > 0:
+            out.seek(-1, os.SEEK_END)
+            if out.read(1) != b"\n":
+                line = f"\n{line}"
+        out.write(line.encode())

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from calibeval.io import InputError
 
-SILENT_SECONDS = 3  # of a wait for a lock, before it is told
+SILENT_SECONDS = 3  # seconds that a wait for a lock takes before a message tells the user of it
 # Errors that follow from another one: what torchrun and srun say of a program that has failed, and
 # before them what a rank says that has lost its connection to one that has.
 OF_LAUNCHERS = re.compile("ChildFailedError|^srun: |^slurmstepd")
 OF_OTHER_RANKS = re.compile("Connection (closed|reset) by|Broken pipe|remote process exited")
-FULL_DISK = 1 << 20  # bytes that are left on a disk which is called full
-RETRY_SECONDS = 0.3  # between two attempts to take a lock that another process holds
+FULL_DISK = 1 << 20  # a disk with fewer bytes left than these is called full
+RETRY_SECONDS = 0.3  # seconds between two attempts to take a lock that another process holds
 
 # The locks that this process holds. The kernel does not tell a process of its own locks, and drops
 # one as soon as the process closes any handle of the file, so nobody may open these to look.
@@ -34,7 +34,7 @@ def locked(
 
     Raises InputError with the words of `busy_message` if another process still holds the lock after
     `patience` seconds; the same words are printed when the wait has taken `silent_seconds`. Where
-    the file system knows no locks, nothing is held, and a warning says so.
+    the file system knows no locks, a warning says so, and only this process knows of the lock.
     """
     with open(path, "a") as file:
         os.set_inheritable(file.fileno(), True)  # torchrun may take this process's place
@@ -114,14 +114,19 @@ def tail(path: Path, count: int, size: int = 16384) -> list[str]:
 
     A progress bar overwrites its line behind carriage returns; only its last state is kept.
     """
-    lines = [line.rsplit("\r", 1)[-1].rstrip() for line in _last_text(path, size).split("\n")]
-    return [line for line in lines if line][-count:]
+    lines = []
+    for line in _last_text(path, size).split("\n"):
+        shown = line.rstrip().rsplit("\r", 1)[-1]  # a line may end in \r\n
+        if shown:
+            lines.append(shown)
+    return lines[-count:]
 
 
 def last_error(lines: list[str]) -> str:
     """The last line of a program's output that looks like an error, else its last line.
 
-    The line is cut at 500 characters, and what a progress bar has left before the error goes.
+    The line is cut at 500 characters. Where it says `error: `, what stands before that is left out,
+    such as a progress bar.
     """
     errors_of_launchers = []
     errors_of_other_ranks = []

@@ -15,7 +15,7 @@ from sweeps.runs.schema import Sweep, World, compatible_values
 from sweeps.runs.stages import next_stage
 from sweeps.runs.yaml_io import build, dump_yaml, escape_dollars, expand, override, read_yaml
 
-LAUNCHED = "launched.yaml"
+LAUNCHED_FILE = "launched.yaml"
 # The keys of `train:` that hold paths: however one is spelt, the run is the same.
 PATH_KEYS = ("model_name_or_path", "tokenizer_name", "train_file", "smoothing_target")
 
@@ -41,11 +41,12 @@ class SweepPlan:
         return [*self.baselines, *self.runs]
 
     def typed_train_keys(self, run: Run) -> dict[str, Any]:
-        """A run's `train:` keys, with paths as they were typed.
+        """The `train:` keys of a run that is trained, with paths as they were typed.
 
         The run's config has lost the `./` that tells a folder from a name of the hub.
         """
-        return {**run.config().train, **self.sweep.train, **run.values}
+        assert not run.config().is_baseline  # `sweep.train` is not about it
+        return {**run.config().train, **self.sweep.train, **run.grid_values}
 
     def create(self) -> None:
         """Write every run's folder, and launched.yaml, which says what this launch asks for.
@@ -55,7 +56,7 @@ class SweepPlan:
         for run in self.baselines_and_runs:
             run.create()
             self._reopen(run)
-        file = self.folder / LAUNCHED
+        file = self.folder / LAUNCHED_FILE
         values = compatible_values(self.sweep, mode="json")
         with contextlib.suppress(InputError):  # there is none, or none that this code can read
             _, launched_before, _, _ = _read_sweep(self.folder, [])
@@ -117,7 +118,7 @@ def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
 
 def _read_sweep(source: Path, assignments: list[str]) -> tuple[str, Sweep, Path, dict[str, str]]:
     """The file that was read, the sweep in it, the sweep's folder, and where its keys stand."""
-    file = source / LAUNCHED if source.is_dir() else source
+    file = source / LAUNCHED_FILE if source.is_dir() else source
     raw, places = read_yaml(file)
     overridden = override(raw, assignments)
     # What an override has replaced stands nowhere in the file any more.
@@ -131,7 +132,7 @@ def _read_sweep(source: Path, assignments: list[str]) -> tuple[str, Sweep, Path,
     return str(file), sweep, folder, places
 
 
-def _expand_grid(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> list[Run]:
+def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) -> list[Run]:
     """A run for every combination of `grid`, in the order of the file, the last axis fastest."""
     options_class = load_backend(sweep.backend).Train
 
@@ -140,21 +141,21 @@ def _expand_grid(sweep: Sweep, folder: Path, source: str, places: dict[str, str]
         return "grid" if key in sweep.grid else "train"
 
     runs: dict[str, Run] = {}
-    for values in _combinations(sweep.grid):
-        train_keys = {**sweep.train, **values}
+    for grid_values in _combinations(sweep.grid):
+        train_keys = {**sweep.train, **grid_values}
         for key in PATH_KEYS:
-            if isinstance(train_keys.get(key), str):
+            if isinstance(train_keys.get(key), str) and train_keys[key]:  # "" would become "."
                 train_keys[key] = os.path.normpath(train_keys[key])
-        train_options = build(options_class, train_keys, source, places, section)
+        train_options = build(options_class, train_keys, file, places, section)
         if sweep.score is not None:
             problem = scoring_problem(sweep.backend, train_options)
             if problem is not None:
-                raise InputError(f"{source}: {problem}")
+                raise InputError(f"{file}: {problem}")
         config = _config(sweep, sweep.backend, compatible_values(train_options), sweep.world)
         if config.name in runs:
-            both = f"{values} and {runs[config.name].values}"
-            raise InputError(f"{source}: grid: {both} are the same run; drop one")
-        runs[config.name] = Run(folder / config.name, config, values)
+            both = f"{grid_values} and {runs[config.name].grid_values}"
+            raise InputError(f"{file}: grid: {both} are the same run; drop one")
+        runs[config.name] = Run(folder / config.name, config, grid_values)
     return list(runs.values())
 
 
@@ -187,9 +188,9 @@ def _baselines(sweep: Sweep, folder: Path, runs: list[Run]) -> list[Run]:
     for run in runs:
         train_keys = run.config().train
         base_keys = {"model_name_or_path": train_keys["model_name_or_path"]}
-        values = dict(base_keys)
+        shown = dict(base_keys)  # by `status`, which names a model without its revision
         if train_keys.get("model_revision"):
             base_keys["model_revision"] = train_keys["model_revision"]
         config = _config(sweep, None, base_keys, World())
-        baselines[config.name] = Run(folder / config.name, config, values)
+        baselines[config.name] = Run(folder / config.name, config, shown)
     return list(baselines.values())

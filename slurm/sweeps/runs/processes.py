@@ -13,7 +13,8 @@ from pathlib import Path
 from calibeval.io import InputError
 from sweeps.runs.files import last_error
 
-PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is busy
+# Seconds to wait for a program's answer: twice what Slurm's tools wait for a busy controller.
+PATIENCE = 20
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # of prctl(2): which signal a process gets when its parent ends
 
@@ -111,15 +112,15 @@ def visible_gpus() -> list[str]:
     return [name for name in names if name not in ("", "-1")]
 
 
-def follow_parent() -> None:
-    """Let this process end when its parent does, and ignore Slurm's warning, which that one hears.
+def end_with_parent_and_ignore_usr2() -> None:
+    """What a process does before it becomes a program that must not outlive this one.
 
     The kernel kills it once the thread that started it is gone. Whoever starts a program from a
     thread must therefore keep the thread until the program ends.
 
-    USR2, by which Slurm warns of an end, is ignored from here on, unless the process handles it
-    itself, as trainers do. Of a job on one node every process gets it; of one on several nodes only
-    the process that runs the script does.
+    USR2, by which Slurm warns of an end, is ignored: the parent handles it, and lets the program
+    save. It would kill a program that does not know of it, since of a job on one node every process
+    gets it. A trainer that wants it too installs a handler later.
     """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -3,9 +3,10 @@
 config.yaml       the resolved config, from which the folder's name is made
 attempts.jsonl    what happened to the run, a line for each event
 stop              asks the trainer to save and to leave, while it exists. Made by the worker of the
-                  run when it is asked to stop, or by hand. `launch.worker.work` begins by deleting
-                  it, if nobody holds the run: a file that is made by hand ends what one worker or
-                  element does, and on Slurm the next start of the element goes on
+                  run when it is asked to stop, or by hand. A worker begins by deleting it, if
+                  nobody holds the run (see `launch.worker.StopRequest`): a file that is made by
+                  hand ends what one worker or element does, and on Slurm the next start of the
+                  element goes on
 .lock             is held by the process that trains or scores the run
 train.log         what the trainer printed; score.log likewise
 metrics.jsonl     the trainer's progress
@@ -44,8 +45,15 @@ NOTED_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets
 class RunConfig(Strict):
     """config.yaml: what decides a run's weights, and so its name, and what is done with them.
 
-    `train` lacks the options that were added later and have their default, as it comes from
-    `sweeps.runs.schema.compatible_values`.
+    A key that is added here has a default and is marked as `added_later`: see
+    `sweeps.runs.schema.compatible_values`. The `train:` keys of a run are to be had in five forms:
+
+    `train`                        as they are hashed: without the options that were added later and
+                                   have their default
+    `train_options`                as the backend's own model
+    `train_values()`               with all defaults, for tables
+    `SweepPlan.typed_train_keys`   with paths as they were typed, to tell folders from hub names
+    `results.settings.settings`    `train_values()`, the world and the hashes of files
     """
 
     backend: str | None  # None: see `is_baseline`
@@ -101,10 +109,10 @@ class RunConfig(Strict):
         model = PurePath(self.train["model_name_or_path"]).name
         model = re.sub(r"[^A-Za-z0-9._-]", "-", model) or "model"
         if self.is_baseline:
-            settings = "base"
+            readable = "base"
         else:
-            settings = "lr{learning_rate:g}-beta{label_smoothing:g}-seed{seed}".format(**self.train)
-        return f"{model}-{settings}-{self.digest[:8]}"
+            readable = "lr{learning_rate:g}-beta{label_smoothing:g}-seed{seed}".format(**self.train)
+        return f"{model}-{readable}-{self.digest[:8]}"
 
 
 class Run:
@@ -114,17 +122,20 @@ class Run:
     """
 
     def __init__(
-        self, path: Path, config: RunConfig | None = None, values: dict[str, Any] | None = None
+        self,
+        path: Path,
+        config: RunConfig | None = None,
+        grid_values: dict[str, Any] | None = None,
     ) -> None:
         """The run in the folder `path`.
 
         `config` is given by a plan, before the folder is made; otherwise config.yaml is read once
-        it is asked for. `values` are the run's values of the keys in the sweep's `grid:`, which
-        only a plan knows.
+        it is asked for. `grid_values` are the run's values of the keys in the sweep's `grid:`, as
+        they were typed, which only a plan knows; of a model before fine-tuning, the model.
         """
         self.path = path
         self.name = path.name
-        self.values = values or {}
+        self.grid_values = grid_values or {}
         self._config = config
         self.config_file = path / "config.yaml"
         self.attempts_file = path / "attempts.jsonl"

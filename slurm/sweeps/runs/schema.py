@@ -61,9 +61,8 @@ def limit_seconds(time: str) -> float:
 
 
 # The loss without smoothing of conversations that are never trained on: as a column of metrics, and
-# as a value of `select_on`.
-HELD_OUT = "held_out_loss"
-COLUMNS = DEFAULT_COLUMNS
+# as a value of `select_on`. (The key `held_out` of `train:` says how many conversations these are.)
+HELD_OUT_LOSS = "held_out_loss"
 ADDED_LATER = "added_later"  # the mark of such an option in a field's JSON schema
 Keep = Literal["all", "scores"]  # what is kept of a run once it is done
 
@@ -164,14 +163,15 @@ class World(Strict):
 
     nodes: Positive = option(
         1,
-        "How many machines train one run together; more than one needs Slurm. An update has as "
-        "many more conversations.",
+        "How many machines train one run together; more than one needs Slurm. An update has "
+        "`nodes` times the conversations.",
         added_later=True,
     )
     processes_per_node: Positive = option(
         1,
         "How many processes of one run each machine has; each has a GPU of its own, or as many as "
-        "`gpus_per_process` of the profile says. An update has as many more conversations.",
+        "`gpus_per_process` of the profile says. An update has `processes_per_node` times the "
+        "conversations.",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] = option(
         "no",
@@ -241,17 +241,17 @@ class Score(Request):
     revision: None = option(None, "Must stay null: train.model_revision says it.")
     select_on: str | None = option(
         None,
-        "Validation task whose accuracy (ties: log loss) chooses the rate, or held_out_loss; "
+        "Validation task whose accuracy (ties: NLL) chooses the rate, or held_out_loss; "
         "null shows all rates.",
     )
     columns: str = option(
-        COLUMNS,
+        DEFAULT_COLUMNS,
         "Metrics that the tables show, separated by commas; `calibeval collect --help` lists them.",
     )
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> "Score":
-        if self.columns != COLUMNS:
+        if self.columns != DEFAULT_COLUMNS:
             from calibeval.report import read_columns  # takes half a second: it needs pandas
 
             read_columns(self.columns)
@@ -260,8 +260,8 @@ class Score(Request):
     @model_validator(mode="after")
     def _selects_on_validation_data(self) -> "Score":
         names = [task.key for task in self.tasks]
-        if self.select_on not in (None, HELD_OUT, *names):
-            choices = [*names, HELD_OUT]
+        if self.select_on not in (None, HELD_OUT_LOSS, *names):
+            choices = [*names, HELD_OUT_LOSS]
             raise key_error("select_on", f"{self.select_on!r} is none of {choices}")
         for task in self.tasks:
             splits = splits_of(task.task)
@@ -296,7 +296,7 @@ class Archive(Strict):
     strip: Natural = option(
         0,
         "How many leading folders are left out of the names in the archive, as tar's "
-        "--strip-components does.",
+        "--strip-components does; a file that is all an archive has becomes `to` itself.",
     )
 
 
@@ -319,7 +319,8 @@ class Sweep(Strict):
     A new key is a field here. If launches alone read it, as `throttle` and `workers`, they find it
     here. If it is read while a run is worked on, as `keep`, it is a field of `runs.run.RunConfig`
     too, and `runs.grid` hands it on. If it decides a run's weights, see `RunConfig.digest`. In all
-    cases it has a default and is marked as `added_later`: see `compatible_values`.
+    cases it has a default and is marked as `added_later`, and so is its field in `RunConfig`: see
+    `compatible_values`.
     """
 
     name: str = option(
@@ -384,17 +385,17 @@ class Sweep(Strict):
             name = min(both)
             raise key_error(
                 f"grid.{name}",
-                "is given in `train` too; keep one, or override with "
-                f"'grid.{name}=[{self.train[name]}]'",
+                f"is given in `train` too; keep one: instead of train.{name}={self.train[name]}, "
+                f"type 'grid.{name}=[{self.train[name]}]'",
             )
         return self
 
     @model_validator(mode="after")
     def _held_out_loss_is_measured(self) -> "Sweep":
-        selects = self.score is not None and self.score.select_on == HELD_OUT
-        held_out = self.grid.get("held_out", self.train.get("held_out"))
-        if selects and not held_out:
-            raise key_error("score.select_on", f"{HELD_OUT} needs train.held_out")
+        selects = self.score is not None and self.score.select_on == HELD_OUT_LOSS
+        counts = self.grid.get("held_out", (self.train.get("held_out"),))
+        if selects and not any(counts):  # of conversations that are held out; 0 is as good as none
+            raise key_error("score.select_on", f"{HELD_OUT_LOSS} needs train.held_out")
         return self
 
 
@@ -470,7 +471,7 @@ class Cluster(Strict):
     cache: Line | None = option(
         None,
         "Folder of downloaded models and data (HF_HOME) that `prefetch` fills and jobs "
-        "read; null is Hugging Face's own.",
+        "read; null is where your shell's variables say (HF_HOME), else Hugging Face's own.",
     )
     extra: Seq[ExtraOption] = option(
         (), "Further options of sbatch, for example [--mail-type=FAIL]."
@@ -479,7 +480,9 @@ class Cluster(Strict):
     def extra_options(self) -> dict[str, str | bool]:
         """The values of `extra` by the names of the options; True of one without a value.
 
-        They win over the keys above.
+        One of them wins over the key above that gives the same option, as `--mem` over
+        `memory_per_node`. Another option about the same thing, as `--mem-per-cpu`, stands beside
+        it, and sbatch decides.
         """
         options: dict[str, str | bool] = {}
         for text in self.extra:

@@ -1,6 +1,7 @@
 """What is asked of a run's model: which of its records are there, and scoring the rest."""
 
 import contextlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from sweeps.runs.run import Run
 from sweeps.runs.schema import Score
 
 
-def records(run: Run, task: Task) -> Path:
+def records_file(run: Run, task: Task) -> Path:
     """The file of a task's records."""
     return run.scores / f"{task.key}.jsonl"
 
 
-def request(task: Task, score: Score) -> dict[str, Any]:
+def record_settings(task: Task, score: Score) -> dict[str, Any]:
     """The settings that decide a task's records, under the keys of the records' sidecar."""
     settings = resolved(task).model_dump(mode="json", exclude={"name"})
     settings["engine"] = score.engine
@@ -48,7 +49,7 @@ def gap(run: Run, task: Task) -> str | None:
     other_request = conflict(run, task)
     if other_request is not None:
         return other_request
-    file = records(run, task)
+    file = records_file(run, task)
     sidecar = _sidecar(file)
     if not sidecar or not file.exists():
         return "not scored" if run.trained else "not trained"
@@ -66,11 +67,12 @@ def conflict(run: Run, task: Task) -> str | None:
     """
     score = run.config().score
     assert score is not None  # a run without it has no tasks
-    file = records(run, task)
-    wanted = request(task, score)
+    file = records_file(run, task)
+    wanted = record_settings(task, score)
     for whole_or_begun in (file, part_of(file)):
         settings = _sidecar(whole_or_begun).get("settings") or {}
-        if settings:  # records of versions that knew no chats are of none
+        if settings:
+            # Sidecars of versions before chats lack the key: they were asked without one.
             settings = {"chat_template": None, **settings}
         changes = [
             f"{key} {settings[key]!r}, now {value!r}"
@@ -85,7 +87,7 @@ def conflict(run: Run, task: Task) -> str | None:
     return None
 
 
-def here(run: Run) -> None:
+def score_here(run: Run) -> None:
     """Score what is not scored yet, in this process; raises InputError for what cannot be."""
     import calibeval
 
@@ -97,9 +99,11 @@ def here(run: Run) -> None:
         problem = conflict(run, task)
         if problem is not None:
             raise InputError(problem)
-        file = records(run, task)
+        file = records_file(run, task)
         if _sidecar(file) and file.exists():
-            file.unlink()  # damaged since it was written
+            # It is whole by its sidecar, answers this request, and the task is unscored all the
+            # same: so its size has changed since. Score anew.
+            file.unlink()
     # What the sweep file says under `score:`, apart from what is given here by itself.
     options = config.score.model_dump(include=set(Request.model_fields) - {"tasks", "revision"})
     if config.is_baseline:
@@ -109,3 +113,9 @@ def here(run: Run) -> None:
         model = str(run.model)
         revision = None
     calibeval.score(model, tasks=tasks, out=run.scores, revision=revision, **options)
+
+
+def here(run: Run) -> None:
+    """The earlier name of `score_here`, for backends that were written for it."""
+    warnings.warn("scoring.here is called scoring.score_here", FutureWarning, stacklevel=2)
+    score_here(run)

@@ -2,11 +2,16 @@
 
 A launch writes `<sweep>/jobs/<tag>/names`, the runs of an array line by line, and gives the job a
 name that ends in the tag. So squeue alone tells which run a queued element works on.
+
+A `launch.sbatch.Job` is one call of sbatch. Here everything is about single elements, each named by
+its label (see `processes.job_label`): a run of several processes has two, one that trains and one
+that scores. A job that collects has one, which works on no run.
 """
 
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,18 +22,18 @@ from sweeps.runs.stages import SCORE
 
 
 class Remedy(Enum):
-    """What lets a pending job start that does not start by itself."""
+    """What lets a pending job start that does not start by itself; `status` has the words."""
 
-    PROFILE = "a cancel, and a launch with a profile that asks for something else"
-    PATIENCE = "waiting until nodes are back, or the same as above"
-    RELEASE = "its release"
+    PROFILE = "profile"  # a cancel, and a launch with a profile that asks for something else
+    PATIENCE = "patience"  # waiting until nodes are back, or else another profile
+    RELEASE = "release"  # by scontrol
 
 
 @dataclass(frozen=True)
 class StuckReason:
     """Why jobs are pending that will not start for now."""
 
-    pattern: str  # of the reasons that squeue prints
+    pattern: str  # a regular expression that is found in what squeue prints as the reason
     meaning: str
     remedy: Remedy = Remedy.PROFILE
 
@@ -93,14 +98,15 @@ def describe_job(label: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class LiveJob:
-    """An element of an array, or a collect job, that is queued, running or just leaving."""
+class LiveElement:
+    """An element of an array, or a collect job, that squeue lists: pending, running or leaving."""
 
     label: str  # as squeue prints it: 12_3, or 12 of a collect job
     state: str
     reason: str
     run: str | None  # the name of the run that it works on; None: it collects
     tag: str = ""  # the name of its folder below `jobs`
+    only_scores: bool = False  # whether its array leaves the training to another
 
     @property
     def stopping(self) -> bool:
@@ -126,8 +132,8 @@ class SubmittedElement:
         return self.label is not None
 
 
-def live_jobs(folder: Path) -> list[LiveJob]:
-    """The jobs of a sweep's folder that are queued or running.
+def live_elements(folder: Path) -> list[LiveElement]:
+    """The elements of a sweep's jobs that are queued or running, and its collect job.
 
     Raises InputError if squeue does not answer, or a list of an array's runs was cut.
     """
@@ -145,10 +151,11 @@ def live_jobs(folder: Path) -> list[LiveJob]:
         f"--user={','.join(map(str, users))}",
         "--format=%F|%K|%T|%j|%r",
     )
-    jobs = []
+    elements = []
     for line in listed.splitlines():
         array_id, index, state, job_name, reason = line.split("|", 4)
-        tag = job_name.rpartition(".")[2]
+        rest, _, tag = job_name.rpartition(".")
+        kind = rest.rpartition(".")[2]
         if tag not in names_of_tag:
             continue
         if index.isdigit():
@@ -159,10 +166,16 @@ def live_jobs(folder: Path) -> list[LiveJob]:
                     f"{folder / 'jobs' / tag / 'names'}: has no line {int(index) + 1}, which says "
                     f"on which run {label} works: scancel {label}"
                 )
-            jobs.append(LiveJob(label, state, reason, names[int(index)], tag))
+            run = names[int(index)]
+            elements.append(LiveElement(label, state, reason, run, tag, kind == SCORE))
         else:
-            jobs.append(LiveJob(array_id, state, reason, None, tag))
-    return jobs
+            elements.append(LiveElement(array_id, state, reason, None, tag))
+    return elements
+
+
+def names_of_runs(elements: Iterable[LiveElement]) -> list[str]:
+    """The names of the runs that these elements work on, in order, each once."""
+    return list(dict.fromkeys(element.run for element in elements if element.run is not None))
 
 
 def largest_array() -> int | None:
@@ -211,11 +224,11 @@ def _label_and_log(job_folder: Path, index: int) -> tuple[str | None, Path | Non
 
 
 @dataclass(frozen=True)
-class JobEnd:
-    """How a job ended."""
+class ElementEnd:
+    """How an element ended."""
 
     state: str  # as sacct says it: OUT_OF_MEMORY, CANCELLED by 1000
-    exit_code: str  # and the signal: 0:125
+    exit_code: str  # and behind it the signal, as sacct prints them: 0:125
 
     def describe(self) -> str:
         """The same in words."""
@@ -227,8 +240,8 @@ class JobEnd:
         return self.state.startswith("CANCELLED")
 
 
-def job_ends(labels: list[str]) -> dict[str, JobEnd]:
-    """How jobs ended, by their labels.
+def element_ends(labels: list[str]) -> dict[str, ElementEnd]:
+    """How elements ended, by their labels.
 
     sacct is asked first. Where there is no accounting, the controller is, which soon forgets. A
     label of which neither knows is absent.
@@ -246,16 +259,16 @@ def job_ends(labels: list[str]) -> dict[str, JobEnd]:
         else:
             known = describe_job(label)
             if known:
-                ends[label] = JobEnd(known["JobState"], known["ExitCode"])
+                ends[label] = ElementEnd(known["JobState"], known["ExitCode"])
     return ends
 
 
-def _accounted_ends(labels: list[str]) -> dict[str, JobEnd]:
+def _accounted_ends(labels: list[str]) -> dict[str, ElementEnd]:
     """The ends that sacct tells, by the labels of elements, or by the ids of whole arrays."""
     printed = run_or_empty("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(labels))
     ends = {}
     for line in printed.splitlines():
         label, state, exit_code = line.split("|")
         # Elements that were cancelled before they began share one record, 12_[0-7].
-        ends[label.partition("_[")[0]] = JobEnd(state, exit_code)
+        ends[label.partition("_[")[0]] = ElementEnd(state, exit_code)
     return ends

@@ -13,8 +13,8 @@ STAGES = (TRAIN, SCORE)  # in their order; each is also the `python -m sweeps` c
 class Outcome(Enum):
     """How the work on a run ended, of an element or of a worker here; the value is the exit code.
 
-    A run with FINISHED_STAGES need not be done: where another array scores it, the stages of the
-    first one end with the training, and its folder has no file DONE yet.
+    FINISHED_STAGES does not imply that the run is done: where another array scores it, the stages
+    of the first one end with the training, and its folder has no file DONE yet.
     """
 
     FINISHED_STAGES = 0  # those that this element or worker was to do

@@ -6,6 +6,7 @@ lines, but still reads `2026-11-22` as a date, `1_000` and `007` as numbers, and
 its own types: it would need as many rules.)
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -145,6 +146,18 @@ def override(raw: dict[str, Any], assignments: Iterable[str]) -> dict[str, str]:
     return places
 
 
+def assignment(key: str, text: str) -> str:
+    """The override that gives a key this text, whatever characters it has."""
+    spelt = escape_dollars(text)
+    try:
+        value, _ = parse(spelt, key)
+    except InputError:
+        value = None
+    if value != spelt:  # YAML would read something else in it
+        spelt = json.dumps(spelt, ensure_ascii=False)
+    return f"{key}={spelt}"
+
+
 def _index(node: Any, part: str) -> int | str:
     """How a part of a dotted key indexes a value: a list by its position, a mapping by its key."""
     return int(part) if isinstance(node, list) else part
@@ -164,8 +177,8 @@ def build(
     """Build a pydantic model from `raw`; raises InputError with a line for each problem.
 
     `places` says where dotted keys stand, or at least those above them; other problems are said
-    to be in `source`. `section` says under which key of the file a key of `raw` stood, for example
-    under `grid` or `train`; "" for none.
+    to be in `source`. `section` says, of a key of `raw`, under which key of the file it was typed:
+    `learning_rate` may stand under `train` or under `grid`. "" is for a key of the file itself.
     """
     try:
         return model_class.model_validate(raw)
@@ -175,7 +188,7 @@ def build(
     for problem in problems:
         if problem["type"] == "too_short" and problem is not problems[0]:
             continue  # the list is too short only because its items are wrong
-        dotted, message = _describe(problem, section)
+        dotted, message = _describe(problem, raw, section)
         lines[f"{_nearest(dotted, places, source)}: {dotted}: {message}"] = None
     raise InputError("\n       ".join(lines))
 
@@ -188,11 +201,9 @@ def key_error(key: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(KEY_ERROR, "{message}", {"key": key, "message": message})
 
 
-def _describe(problem: ErrorDetails, section: Callable[[str], str]) -> tuple[str, str]:
+def _describe(problem: ErrorDetails, raw: Any, section: Callable[[str], str]) -> tuple[str, str]:
     """The dotted key, in the file's terms, of what pydantic refused, and what is wrong with it."""
-    parts = [str(part) for part in problem["loc"]]
-    if parts and section(parts[0]):
-        parts.insert(0, section(parts[0]))
+    parts = _keys_to(problem, raw)
     message = problem["msg"]
     if problem["type"] == "extra_forbidden":
         message = f"unknown key; all are printed by: {cli_command('keys')}"
@@ -209,7 +220,29 @@ def _describe(problem: ErrorDetails, section: Callable[[str], str]) -> tuple[str
             message = match["rest"]
     else:
         message = f"found {problem['input']!r}: {message.replace('tuple', 'list')}"
+    # Only now: of a problem of the whole model, the message has named the key.
+    if parts and section(parts[0]):
+        parts.insert(0, section(parts[0]))
     return ".".join(parts), message
+
+
+def _keys_to(problem: ErrorDetails, raw: Any) -> list[str]:
+    """The keys and list positions that lead through `raw` to what pydantic refused.
+
+    Of a value that may be of several types, pydantic puts the name of the type that it tried behind
+    the key. Nobody has typed such a name: it leads nowhere in `raw`, and is left out.
+    """
+    parts = []
+    node = raw
+    for part in problem["loc"]:
+        is_key = isinstance(node, dict) and part in node
+        is_position = isinstance(node, (list, tuple)) and isinstance(part, int)
+        if is_key or is_position:
+            node = node[part]
+            parts.append(str(part))
+    if problem["type"] == "missing":  # a key that leads nowhere because it is not there
+        parts.append(str(problem["loc"][-1]))
+    return parts
 
 
 def _nearest(dotted: str, places: Mapping[str, str], source: str) -> str:

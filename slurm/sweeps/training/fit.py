@@ -58,7 +58,7 @@ def train(run: Run) -> None:
             raise SystemExit(Outcome.STOPPED.value)
         gc.collect()  # The trainer and its model are in reference cycles.
         torch.cuda.empty_cache()
-        scoring.here(run)
+        scoring.score_here(run)
 
 
 def fit(run: Run) -> StopSignal:

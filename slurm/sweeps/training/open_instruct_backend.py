@@ -253,7 +253,7 @@ def stop_file_on_signals(stop_file: Path) -> Iterator[None]:
 
 def leave_signals_to_parent() -> None:
     """Let a new process end with this one, and leave to this one what signals ask for."""
-    processes.follow_parent()
+    processes.end_with_parent_and_ignore_usr2()
     starting_ranks.block_stop_signals()
 
 

@@ -22,7 +22,7 @@ What each process does with the signals that ask a run to stop:
 TERM and INT are blocked before torchrun starts, and its ranks inherit that. A thread of torchrun
 takes them by `sigwait`, which receives blocked signals. A rank of backend trainer unblocks them in
 `run_rank`; in finetune.py's ranks they stay blocked. USR2 is ignored by every program that the
-worker starts, because it calls `runs.processes.follow_parent` first; what handles USR2 itself, as
+worker starts, because it calls `runs.processes.end_with_parent_and_ignore_usr2` first; what handles USR2 itself, as
 `StopSignal` does, hears it again.
 """
 
