@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,6 +20,9 @@ from calibeval.io import CONTINUES, InputError, counted, finish
 from calibeval.request import DEFAULT_COLUMNS, Request, Task
 from calibeval.task_files import default_data, is_task_name
 from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_file
+
+if TYPE_CHECKING:
+    from calibeval.evaluations import Cluster
 
 RECORDS = "RECORDS.jsonl"
 TASK_FIELDS = [name for name in Task.model_fields if name != "name"]
@@ -195,7 +198,7 @@ def run_metrics(arguments: argparse.Namespace) -> None:
 
 
 def summary_of_file(
-    path: Path, normalise: str | None = None, cluster: Literal["subject"] | None = None
+    path: Path, normalise: str | None = None, cluster: "Cluster | None" = None
 ) -> dict[str, Any]:
     """A record file's metrics in each confidence, and what its reliability diagrams show."""
     from calibeval import api, evaluations, stats

@@ -62,7 +62,8 @@ class Segments:
         self._are_single = bool((self.sizes == 1).all())
         # Where most segments are of one place, it is quicker to add the other places one by one.
         self._is_first: np.ndarray | None = None
-        if len(self._filled) == len(starts) > places / 2:
+        none_is_empty = len(self._filled) == len(starts)
+        if none_is_empty and len(starts) > places / 2:
             self._is_first = np.zeros(places, bool)
             self._is_first[starts] = True
             self._segment_of_others = self._segment_of_place[~self._is_first]

@@ -3,8 +3,8 @@
     same_questions    the same ids and right answers, resampled alike; of the same subjects too
                       where whole subjects are resampled
     same_normaliser   texts' log-probabilities divided by the same lengths
-    same_prompts      letters or texts, as many examples, and the same words, of which as many
-                      questions have lost the first
+    same_prompts      letters or texts, as many examples, the same wording, and as many prompts
+                      that were cut at their beginning to fit the model
 
 Anything else would be part of a difference that is to be the models' alone. What may stand in one
 file is `calibeval.records`' to say, and which unfinished scoring may go on is `calibeval.store`'s.
@@ -21,31 +21,33 @@ def same_questions(evaluations: Sequence[Evaluation]) -> None:
     """Raise `InputError` unless all evaluations are of the same questions, resampled alike."""
     first = evaluations[0]
     for other in evaluations[1:]:
-        if other.cluster != first.cluster:
-            raise InputError(
-                f"{first.path} and {other.path}: resampled by {first.cluster or 'question'} and "
-                f"by {other.cluster or 'question'}; load both with the same `cluster`"
-            )
         if other.questions_sha256 != first.questions_sha256:
             raise InputError(
                 f"{first.path} and {other.path}: {first.questions:,} and {other.questions:,} "
                 "questions; expected the same ids and right answers in both"
             )
-        if first.cluster is not None and other.subjects_sha256 != first.subjects_sha256:
+        by_subject = "subject" in (first.cluster, other.cluster)
+        if by_subject and other.subjects_sha256 != first.subjects_sha256:
             raise InputError(
                 f"{first.path} and {other.path}: the same questions with other subjects "
                 f"({first.subjects} and {other.subjects} of them), so whole subjects cannot be "
                 "resampled alike; give each id the same `subject` in both, or leave out "
                 "--cluster subject"
             )
+        # After the subjects: with too few of them a file is resampled by question (`index.read`).
+        if other.cluster != first.cluster:
+            raise InputError(
+                f"{first.path} and {other.path}: resampled by {first.cluster or 'question'} and "
+                f"by {other.cluster or 'question'}; load both with the same `cluster`"
+            )
 
 
 # What to do about questions that were asked or read otherwise, where two files are compared.
-SAME_NORMALISER = "`--normalise sum` of `compare` reads both alike"
-SAME_PROMPTS = "if it is meant, `compare --different-prompts`"
+NORMALISER_REMEDY = "`--normalise sum` of `compare` reads both alike"
+PROMPTS_REMEDY = "if it is meant, `compare --different-prompts`"
 
 
-def same_normaliser(a: Evaluation, b: Evaluation, remedy: str = SAME_NORMALISER) -> None:
+def same_normaliser(a: Evaluation, b: Evaluation, remedy: str = NORMALISER_REMEDY) -> None:
     """Raise `InputError` where texts' log-probabilities were divided by other lengths.
 
     A model's calibration by sums is not that by characters, so a difference would be mostly the
@@ -61,16 +63,16 @@ def same_normaliser(a: Evaluation, b: Evaluation, remedy: str = SAME_NORMALISER)
 
 
 def same_prompts(
-    a: Evaluation, b: Evaluation, texts: bool = True, remedy: str = SAME_PROMPTS
+    a: Evaluation, b: Evaluation, wording: bool = True, remedy: str = PROMPTS_REMEDY
 ) -> None:
     """Raise `InputError` where the questions of two evaluations were asked in other words.
 
-    A difference would be the prompts' as well: letters or texts, how many examples, and, if
-    `texts`, their very words and how many prompts were cut to fit the model; as far as the records
-    and their sidecars say.
+    A difference would be the prompts' as well. Compared are letters or texts, the chat template
+    and the number of examples; with `wording` also the prompts' very words, and how many of them
+    were cut to fit the model. What the records and their sidecars do not say is taken to be alike.
     """
-    conditions_of_b = _conditions(b, texts)
-    for name, first in _conditions(a, texts).items():
+    conditions_of_b = _conditions(b, wording)
+    for name, first in _conditions(a, wording).items():
         second = conditions_of_b[name]
         if first is not None and second is not None and first != second:
             raise InputError(
@@ -79,13 +81,13 @@ def same_prompts(
             )
 
 
-def _conditions(evaluation: Evaluation, texts: bool) -> dict[str, Any]:
+def _conditions(evaluation: Evaluation, wording: bool) -> dict[str, Any]:
     """How an evaluation's questions were asked; None where that is not known or not wanted."""
     return {
         "scoring": evaluation.scoring,
         "chat template": evaluation.chat_template or "none",
         "shots": evaluation.shots,
-        "prompts": evaluation.prompts_sha256 if texts else None,
+        "prompts": evaluation.prompts_sha256 if wording else None,
         # The digest is of a prompt as it was before it was cut.
-        "truncated prompts": evaluation.truncated if texts else None,
+        "truncated prompts": evaluation.truncated if wording else None,
     }

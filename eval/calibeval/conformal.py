@@ -20,6 +20,7 @@ from calibeval.measures import SEED, scores
 from calibeval.records import Records
 
 SCORE_DECIMALS = 12  # nonconformity scores that agree to so many are equal
+# To add one, compute it in `nonconformity`; `--score` in `__main__` names them too.
 SCORE_NAMES = ("lac", "aps")
 
 
@@ -66,10 +67,11 @@ def nonconformity(probs: np.ndarray, score: str, uniform: np.ndarray) -> np.ndar
 def threshold(right: np.ndarray, alpha: float) -> float:
     """Return q, the ⌈(n + 1)(1 − α)⌉-th smallest of n scores; ∞ where that is beyond the last."""
     # (n + 1)(1 − α) as computed may lie a rounding above a whole number.
-    place = math.ceil((len(right) + 1) * (1 - alpha) - 1e-9)
-    if place > len(right):
+    rank = math.ceil((len(right) + 1) * (1 - alpha) - 1e-9)
+    if rank > len(right):
         return math.inf
-    return float(np.sort(right)[place - 1])
+    rank = max(rank, 1)  # what is taken off for rounding leaves 0 of an α next to 1
+    return float(np.sort(right)[rank - 1])
 
 
 def halves(n: int, splits: int) -> Iterator[list[np.ndarray]]:

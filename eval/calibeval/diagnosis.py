@@ -12,6 +12,7 @@ split at random into halves, and each half is read at the temperature that was f
 """
 
 import math
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from calibeval import records as record_files
 from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import SIGNIFICANCE, Evaluation
 from calibeval.io import InputError, atomic_write, counted
-from calibeval.measures import Among
+from calibeval.measures import AMONG_WORDS, Among
 from calibeval.records import Records
 from calibeval.stats import Estimate
 from calibeval.tasks import splits_of
@@ -32,7 +33,6 @@ from calibeval.tasks import splits_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-AMONG: dict[Among, str] = {"choices": "among the choices", "vocabulary": "among all tokens"}
 SPLIT_SEED = 0
 FEWEST_QUESTIONS = 2 * scaling.FEWEST_ANSWERS
 TICKS = (0, 0.5, 1)
@@ -86,16 +86,16 @@ class Check:
     Attributes:
         before, after: The readings by definition of confidence.
         accuracy: The change of accuracy, as a share.
-        worsened: By definition of confidence, the change of the squared calibration error by
-            fine-tuning; above 0 it made calibration worse.
+        change_by_tuning: By definition of confidence, the change of the squared calibration error
+            by fine-tuning; above 0 it made calibration worse.
         letter_masses: The letters' mean probability among all tokens, before and after; None of
             texts, and where the records do not say.
         temperatures: Those of the two halves of the questions, which should be alike.
         cooled_ece: Expected calibration error of the tuned model at these temperatures.
         cooled_floor: The value that calibrated models stay below at these temperatures.
-        mended: The change of the squared calibration error by them; below 0 they help. Its interval
-            takes the two temperatures as given. These four are None where one half has no best
-            temperature, as when all its answers are right.
+        change_by_temperature: The change of the squared calibration error by these temperatures;
+            below 0 they help. Its interval takes the two temperatures as given. These four are
+            None where one half has no best temperature, as when all its answers are right.
         validation_split: The split of the task that a temperature can be fitted on, where the
             tuned model's sidecar tells the task, whose file is there, and that has one.
         temperature_applied: The temperature that the tuned model's answers are at already, by
@@ -106,32 +106,52 @@ class Check:
     before: dict[Among, Reading]
     after: dict[Among, Reading]
     accuracy: Estimate
-    worsened: dict[Among, Estimate]
+    change_by_tuning: dict[Among, Estimate]
     letter_masses: tuple[float | None, float | None]
     temperatures: tuple[float, float] | None
     cooled_ece: float | None
     cooled_floor: float | None
-    mended: Estimate | None
+    change_by_temperature: Estimate | None
     validation_split: str | None
     temperature_applied: float | None
     sentences: list[str]
 
+    @property
+    def worsened(self) -> dict[Among, Estimate]:
+        """What `change_by_tuning` was called until 0.1."""
+        _warn_of_former_field("worsened", "change_by_tuning")
+        return self.change_by_tuning
+
+    @property
+    def mended(self) -> Estimate | None:
+        """What `change_by_temperature` was called until 0.1."""
+        _warn_of_former_field("mended", "change_by_temperature")
+        return self.change_by_temperature
+
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers and sentences as JSON has them."""
+        change_by_temperature = None
+        if self.change_by_temperature is not None:
+            change_by_temperature = self.change_by_temperature.as_dict()
         return {
             "before": {name: reading.as_dict() for name, reading in self.before.items()},
             "after": {name: reading.as_dict() for name, reading in self.after.items()},
             "accuracy": self.accuracy.as_dict(),
-            "worsened": {name: change.as_dict() for name, change in self.worsened.items()},
+            "worsened": {name: change.as_dict() for name, change in self.change_by_tuning.items()},
             "letter_masses": list(self.letter_masses),
             "temperatures": None if self.temperatures is None else list(self.temperatures),
             "cooled_ece": self.cooled_ece,
             "cooled_floor": self.cooled_floor,
-            "mended": None if self.mended is None else self.mended.as_dict(),
+            "mended": change_by_temperature,
             "validation_split": self.validation_split,
             "temperature_applied": self.temperature_applied,
             "sentences": self.sentences,
         }
+
+
+def _warn_of_former_field(former: str, name: str) -> None:
+    """Say what a field of `Check` is called now, at the line that reads the former name."""
+    warnings.warn(f"Check.{former} is Check.{name} now", FutureWarning, stacklevel=3)
 
 
 def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None) -> Check:
@@ -155,11 +175,11 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
     both = ([base_evaluation], [tuned_evaluation])
     before = readings(base_evaluation)
     after = readings(tuned_evaluation)
-    found = Check(
+    result = Check(
         before=before,
         after=after,
         accuracy=stats.difference(*both, "accuracy", "choices"),
-        worsened={
+        change_by_tuning={
             among: stats.difference(*both, "rms_debiased", among)
             for among in after
             if among in before
@@ -168,7 +188,7 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
         temperatures=None,
         cooled_ece=None,
         cooled_floor=None,
-        mended=None,
+        change_by_temperature=None,
         validation_split=validation_split(Path(tuned)),
         temperature_applied=temperature_applied(Path(tuned)),
         sentences=[],
@@ -176,29 +196,31 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
     try:
         cooled, temperatures = cross_fitted(answers)
     except scaling.NoTemperature as error:
-        about_temperature = (
+        on_temperature = (
             f"In one half of these questions {error.reason}; so none is tried on the other half."
         )
     else:
-        found = with_temperatures(found, tuned_evaluation, cooled, temperatures)
-        about_temperature = temperature_sentence(found)
-    found.sentences.extend(sentences(found, base_evaluation, tuned_evaluation, about_temperature))
+        result = with_temperatures(result, tuned_evaluation, cooled, temperatures)
+        on_temperature = temperature_sentence(result)
+    result.sentences.extend(sentences(result, base_evaluation, tuned_evaluation, on_temperature))
     if figure is not None:
         save_figure(draw({"before": base_evaluation, "after": tuned_evaluation}), Path(figure))
-    return found
+    return result
 
 
 def with_temperatures(
-    found: Check, tuned: Evaluation, cooled: Records, temperatures: tuple[float, float]
+    result: Check, tuned: Evaluation, cooled: Records, temperatures: tuple[float, float]
 ) -> Check:
     """What was found, with what the cross-fitted temperatures do to the tuned model's answers."""
     cooled_evaluation = evaluations.measure(cooled)
     return replace(
-        found,
+        result,
         temperatures=temperatures,
         cooled_ece=number_of(stats.estimate([cooled_evaluation], "ece", "choices")),
         cooled_floor=cooled_evaluation.floor_tests["choices"]["ece"].floor,
-        mended=stats.difference([tuned], [cooled_evaluation], "rms_debiased", "choices"),
+        change_by_temperature=stats.difference(
+            [tuned], [cooled_evaluation], "rms_debiased", "choices"
+        ),
     )
 
 
@@ -250,22 +272,20 @@ def number_of(estimate: Estimate) -> float:
     return estimate.value
 
 
-def sentences(
-    found: Check, base: Evaluation, tuned: Evaluation, about_temperature: str
-) -> list[str]:
+def sentences(result: Check, base: Evaluation, tuned: Evaluation, on_temperature: str) -> list[str]:
     """What was found, in plain sentences, the last two of how far it goes and what to do.
 
-    `about_temperature` is the one before these.
+    `on_temperature` is the sentence before these: what a temperature does, or why none is tried.
     """
-    lines = [accuracy_sentence(found.accuracy, base, tuned)]
-    for among, after in found.after.items():
-        change = found.worsened.get(among)
-        lines.append(error_sentence(found.before.get(among), after, change, among))
-    if {after.verdict for after in found.after.values()} >= {"over-confident", "under-confident"}:
-        lines.append(mass_sentence(found.letter_masses[1]))
-    lines.append(about_temperature)
+    lines = [accuracy_sentence(result.accuracy, base, tuned)]
+    for among, after in result.after.items():
+        change = result.change_by_tuning.get(among)
+        lines.append(error_sentence(result.before.get(among), after, change, among))
+    if {after.verdict for after in result.after.values()} >= {"over-confident", "under-confident"}:
+        lines.append(mass_sentence(result.letter_masses[1]))
+    lines.append(on_temperature)
     lines.append(CAVEAT)
-    lines.append(advice(found))
+    lines.append(advice(result))
     return lines
 
 
@@ -290,7 +310,7 @@ def error_sentence(
 
     `change` says whether that is a difference.
     """
-    text = f"The tuned model's probabilities {AMONG[among]} are {described(after)}"
+    text = f"The tuned model's probabilities {AMONG_WORDS[among]} are {described(after)}"
     if before is None or change is None:
         return f"{text}."
     text += f"; before fine-tuning they were {described(before)}."
@@ -344,44 +364,44 @@ def calibrated_models(floor: float | None) -> str:
     return f"95 of 100 calibrated models have less than {floor:.3f}"
 
 
-def temperature_sentence(found: Check) -> str:
+def temperature_sentence(result: Check) -> str:
     """What one temperature would do, cross-fitted."""
-    mended = found.mended
-    assert found.temperatures is not None  # or another sentence says why
-    assert mended is not None
-    low, high = sorted(found.temperatures)
-    before = number_of(found.after["choices"].ece)
-    name = "One temperature" if found.temperature_applied is None else "One further temperature"
+    change = result.change_by_temperature
+    assert result.temperatures is not None  # or another sentence says why
+    assert change is not None
+    low, high = sorted(result.temperatures)
+    before = number_of(result.after["choices"].ece)
+    name = "One temperature" if result.temperature_applied is None else "One further temperature"
     text = (
         f"{name} of about {math.sqrt(low * high):.2f} ({low:.2f} and {high:.2f}, each "
         "fitted on one half of these questions and tried on the other) would take the ECE among "
-        f"the choices from {before:.3f} to {found.cooled_ece:.3f}, where "
-        f"{calibrated_models(found.cooled_floor)}"
+        f"the choices from {before:.3f} to {result.cooled_ece:.3f}, where "
+        f"{calibrated_models(result.cooled_floor)}"
     )
-    assert found.cooled_ece is not None
-    assert found.cooled_floor is not None
-    size = in_thousandths(mended)
-    if not mended.significant:
+    assert result.cooled_ece is not None
+    assert result.cooled_floor is not None
+    size = in_thousandths(change)
+    if not change.significant:
         return f"{text}. On these questions that may be chance: no difference is shown{size}."
-    verb = "lowers" if number_of(mended) < 0 else "raises"
-    left = "; an error is left" if found.cooled_ece > found.cooled_floor else ""
+    verb = "lowers" if number_of(change) < 0 else "raises"
+    left = "; an error is left" if result.cooled_ece > result.cooled_floor else ""
     return f"{text}. That {verb} the squared calibration error{size}{left}."
 
 
-def advice(found: Check) -> str:
+def advice(result: Check) -> str:
     """What to do next, for the answers read among the choices and among all tokens."""
     steps = []
-    lost_accuracy = found.accuracy.significant and number_of(found.accuracy) < 0
-    if lost_accuracy and any(has_risen(change) for change in found.worsened.values()):
+    lost_accuracy = result.accuracy.significant and number_of(result.accuracy) < 0
+    if lost_accuracy and any(has_risen(change) for change in result.change_by_tuning.values()):
         steps.append(
             "Accuracy fell and the error rose: first try to train less, with fewer epochs or a "
             "lower learning rate."
         )
-    steps.append(f"Among the choices: {advice_among_choices(found)}")
-    if "vocabulary" in found.after:
-        verdict = found.after["vocabulary"].verdict
+    steps.append(f"Among the choices: {advice_among_choices(result)}")
+    if "vocabulary" in result.after:
+        verdict = result.after["vocabulary"].verdict
         steps.append(f"Among all tokens: {advice_among_all_tokens(verdict)}")
-    elif found.temperature_applied is not None:
+    elif result.temperature_applied is not None:
         steps.append(
             "Among all tokens: these records hold nothing of it; check those that the temperature "
             "was applied to."
@@ -416,22 +436,22 @@ def both_directions() -> str:
     )
 
 
-def advice_among_choices(found: Check) -> str:
+def advice_among_choices(result: Check) -> str:
     """What to do about the probabilities among the choices, of those who only compare choices."""
-    reading = found.after["choices"]
+    reading = result.after["choices"]
     if reading.verdict == "calibrated":
         return "no error is shown that would have to be mended."
-    if found.temperature_applied is not None:
+    if result.temperature_applied is not None:
         return (
             "a temperature was applied already. If the ECE is only a few thousandths above what "
             "calibrated models have, stop here: that is no reason to train again. If it is far "
-            f"above, fit it anew on more {questions_to_fit_on(found)}, and apply it to the records "
-            f"without a temperature (step 3 of {GUIDE})."
+            f"above, fit it anew on more {questions_to_fit_on(result)}, and apply it to the "
+            f"records without a temperature (step 3 of {GUIDE})."
         )
-    mended = found.mended
-    if mended is not None and mended.significant and number_of(mended) < 0:
+    change = result.change_by_temperature
+    if change is not None and change.significant and number_of(change) < 0:
         return (
-            f"fit a temperature on {questions_to_fit_on(found)} with `calibeval temperature "
+            f"fit a temperature on {questions_to_fit_on(result)} with `calibeval temperature "
             f"VALIDATION.jsonl TEST.jsonl --out SCALED.jsonl` (step 3 of {GUIDE}). It changes no "
             "answer, and it is this task's alone: other tasks need their own."
         )
@@ -447,12 +467,12 @@ def advice_among_choices(found: Check) -> str:
     return unmended
 
 
-def questions_to_fit_on(found: Check) -> str:
+def questions_to_fit_on(result: Check) -> str:
     """What a temperature is to be fitted on: never the questions that it is read on."""
-    if found.validation_split is None:
+    if result.validation_split is None:
         return "validation questions of this task"
     return (
-        f"validation questions of this task (`calibeval score --split {found.validation_split}`, "
+        f"validation questions of this task (`calibeval score --split {result.validation_split}`, "
         "else with the options of TEST.jsonl)"
     )
 
@@ -490,7 +510,9 @@ def draw(by_model: dict[str, Evaluation]) -> "Figure":
 
     from calibeval import figures
 
-    confidences = [name for name in AMONG if all(name in e.confidences for e in by_model.values())]
+    confidences = [
+        name for name in AMONG_WORDS if all(name in e.confidences for e in by_model.values())
+    ]
     with matplotlib.rc_context(figures.STYLE):
         canvas = Figure((5.0, 3.0 * len(confidences)), layout="constrained")
         panels = canvas.subplots(
@@ -506,7 +528,7 @@ def draw(by_model: dict[str, Evaluation]) -> "Figure":
                 ece = number_of(stats.estimate([evaluation], "ece", among))
                 axis.set_title(f"{model}: ECE {ece:.3f}")
                 axis.set(xlim=(0, 1), ylim=(-0.26, 1), xticks=TICKS, yticks=TICKS, aspect="equal")
-            panels[row, 0].set_ylabel(f"accuracy of answers,\nby confidence {AMONG[among]}")
+            panels[row, 0].set_ylabel(f"accuracy of answers,\nby confidence {AMONG_WORDS[among]}")
         for axis in panels[-1]:
             axis.set_xlabel("confidence")
         handles = panels[0, 0].get_legend_handles_labels()[0]

@@ -3,6 +3,23 @@
 `measure` makes an `Evaluation` of records in memory. `load` makes that of a file and keeps it
 beside the file, since the resamples of a large one take seconds to minutes. `calibeval.stats` turns
 one evaluation, or those of several seeds, into estimates, and two into differences.
+
+What is resampled as a whole is a cluster; so far a cluster is always a subject. A *unit* is a
+question or, where clusters are resampled, a cluster. To add a cluster key, such as a passage:
+
+- Records: a key of `records.Record` and its column in `records.Records`, which `records.joined`
+  fills and `in_order` here sorts. `scoring.make_record` writes it, from a key of
+  `questions.Question`, `questions.QuestionRow` and `task_files.RowTemplates`; `scoring._ids_digest`
+  digests it. Importers (`calibeval.imports`) write it where a log tells it.
+- Evaluations: the key's name in `Cluster`, what `_cluster_numbers` makes of it, how many clusters
+  there are (`Evaluation.clusters`) and a digest of each question's one, beside `subjects_sha256`,
+  which `comparable.same_questions` compares. mypy names the functions of this module that do not
+  know a name of `Cluster`.
+- Words: `stats.coverage_of`, `report._resampled`, the options of `__main__.add_cluster` and of
+  `__main__.summary_of_file`, and the pages that tell of `--cluster`.
+
+Arrays by cluster number (`measures.resamples`) and `stats` know clusters by their numbers alone.
+To add a metric, see `calibeval.measures`.
 """
 
 import hashlib
@@ -18,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
+from typing_extensions import assert_never
 
 from calibeval import bins, kernel_smoothing, measures, squared_error
 from calibeval import records as record_files
@@ -80,17 +98,17 @@ class Evaluation:
     questions_sha256: str  # of the ids and right answers, whatever their order
     prompts_sha256: str | None  # of what each was asked with, if the records say
     letter_mass: float | None
-    confidences: tuple[Among, ...]
-    # By what the confidence is among, and then by curve.
-    reliability: dict[Among, dict[str, list]]  # as `reliability` returns it
-    # By what the confidence is among, and then by metric.
+    confidences: tuple[Among, ...]  # the definitions of confidence that the records have
+    # {definition of confidence: {curve: its points}}, as the function `reliability` returns it.
+    reliability: dict[Among, dict[str, list]]
+    # {definition of confidence: {metric: …}} from here on.
     values: dict[Among, dict[str, float | None]]
     floor_tests: dict[Among, dict[str, FloorTest]]  # of metrics that have a floor
     # Of metrics that have an interval: (R,) of R resamples.
     draws: dict[Among, dict[str, np.ndarray]] = field(repr=False)
     # Of metrics that are compared by their squares.
     squares: dict[Among, dict[str, SquareDraws]] = field(repr=False)
-    # Of metrics that have an interval: (U,), as `unit_values` returns them.
+    # Of metrics that have an interval: (U,), as the function `unit_values` returns them.
     unit_values: dict[Among, dict[str, np.ndarray]] = field(repr=False, default_factory=dict)
     # `measure` always gives the following; the defaults serve evaluations that are made by hand.
     subjects: int = 1  # how many the questions are of
@@ -99,6 +117,15 @@ class Evaluation:
     shots: int | None = None  # as `Records` has them
     subjects_sha256: str | None = None  # of each question's subject, in the order of the ids
     truncated: int = 0  # how many questions lost the beginning of their prompt
+
+    @property
+    def clusters(self) -> int | None:
+        """How many clusters were resampled; None where single questions were."""
+        if self.cluster is None:
+            return None
+        if self.cluster == "subject":
+            return self.subjects
+        assert_never(self.cluster)
 
 
 def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Evaluation:
@@ -231,9 +258,10 @@ def measure(
     Args:
         records: The records.
         cluster: "subject" to resample whole subjects, not single questions.
-        metrics: The names of the metrics that are wanted, by default all. Of an evaluation with
-            some of them come their values and draws alone, and the values a question of all
-            metrics, but neither floors nor reliability curves, which take most of the time.
+        metrics: The names of the metrics that are wanted, by default all. Where some are named,
+            `values`, `draws` and `squares` hold these alone, and `floor_tests` and `reliability`
+            are empty, since they take most of the time. `unit_values` holds all metrics, which the
+            sign test of a difference needs.
 
     Raises:
         InputError: There is no metric of a name; or TooFewClusters, of fewer than ten subjects.
@@ -242,7 +270,7 @@ def measure(
         if name not in METRICS:
             raise InputError(f"metrics: no {name!r}; expected {', '.join(METRICS)}")
     records = in_order(records)
-    clusters = None if cluster is None else _subject_numbers(records)
+    clusters = None if cluster is None else _cluster_numbers(records, cluster)
     observed = samples_of(records)
     draws, squares = resampled_metrics(observed, clusters, metrics)
     curves: dict[Among, dict[str, list]] = {}
@@ -250,21 +278,19 @@ def measure(
     if metrics is None:
         curves = _of_each(lambda sample: reliability(sample, clusters), observed)
         tests = _of_each(lambda sample: floor_tests(sample, tuple(WITH_FLOOR)), observed)
-    answers = [*zip(records.ids, records.labels.tolist(), strict=True)]
-    questions = json.dumps(answers, ensure_ascii=False)
-    subjects = json.dumps(records.subjects.tolist())
-    prompts = None
+    ids_and_labels = [*zip(records.ids, records.labels.tolist(), strict=True)]
+    prompts_sha256 = None
     if None not in records.prompts:
-        asked = zip(records.prompts, records.labels.tolist(), strict=True)
-        prompts = record_files.prompts_digest(asked)
+        prompts_and_labels = zip(records.prompts, records.labels.tolist(), strict=True)
+        prompts_sha256 = record_files.prompts_digest(prompts_and_labels)
     return Evaluation(
         path=records.path,
         normalise=records.normalise,
         scoring=records.scoring,
         model=records.model,
         questions=len(records),
-        questions_sha256=hashlib.sha256(questions.encode()).hexdigest(),
-        prompts_sha256=prompts,
+        questions_sha256=_json_digest(ids_and_labels, ensure_ascii=False),
+        prompts_sha256=prompts_sha256,
         letter_mass=finite(records.letter_mass.mean()),
         confidences=tuple(observed),
         reliability=curves,
@@ -277,13 +303,20 @@ def measure(
         cluster=cluster,
         chat_template=records.chat_template,
         shots=records.shots,
-        subjects_sha256=hashlib.sha256(subjects.encode()).hexdigest(),
+        subjects_sha256=_json_digest(records.subjects.tolist()),
         truncated=records.truncated,
     )
 
 
-def _subject_numbers(records: Records) -> np.ndarray:
-    """The number of each question's subject, from 0, (N,); `TooFewClusters` of fewer than ten."""
+def _json_digest(values: list, ensure_ascii: bool = True) -> str:
+    """SHA-256 of values as JSON; digests of earlier versions decide where that is in ASCII."""
+    return hashlib.sha256(json.dumps(values, ensure_ascii=ensure_ascii).encode()).hexdigest()
+
+
+def _cluster_numbers(records: Records, cluster: Cluster) -> np.ndarray:
+    """The number of each question's cluster, from 0, (N,); `TooFewClusters` of fewer than ten."""
+    if cluster != "subject":
+        assert_never(cluster)
     subjects, subject_of = np.unique(records.subjects, return_inverse=True)
     if len(subjects) < FEWEST_CLUSTERS:
         found = counted(len(subjects), "subject")
@@ -332,21 +365,26 @@ def unit_values(sample: Sample, clusters: np.ndarray | None = None) -> dict[str,
     """Metrics of each unit that is resampled, a question or a whole cluster, by itself.
 
     These are the metrics that have an interval, (U,) for U units; NaN where one is not defined of a
-    unit. A difference of few units, all in one direction, is tested by how many they are
-    (`stats.sign_test_p`), and resamples tell that number well only where there are many units: so
-    of more than MOST_COUNTED_UNITS nothing is returned. `clusters` are as for `resampled_metrics`.
+    unit. They are for `stats.sign_test_p`, which tests a difference of units that all have one sign
+    by how many these are. It counts them where these values are kept, of up to MOST_COUNTED_UNITS
+    units. Of more it estimates their number from the resamples, which tell it well then, and this
+    returns nothing. `clusters` are as for `resampled_metrics`.
     """
     numbers = np.arange(len(sample.scores.labels)) if clusters is None else clusters
     units = int(numbers.max()) + 1
     if units > MOST_COUNTED_UNITS:
         return {}
-    own_questions = (numbers == np.arange(units)[:, None]).astype(np.int16)
-    alone = Sample.resampled(sample.scores, own_questions)
-    return {name: metric(alone) for name, metric in WITH_INTERVAL.items()}
+    # Sample u of U holds the questions of unit u, each once, and no others.
+    has_question = (numbers == np.arange(units)[:, None]).astype(np.int16)
+    each_unit_alone = Sample.resampled(sample.scores, has_question)
+    return {name: metric(each_unit_alone) for name, metric in WITH_INTERVAL.items()}
 
 
 def finite(value: float) -> float | None:
-    """The number, or None where it is not finite: JSON has no other."""
+    """The number, or None where it is not finite: standard JSON, which users read, has no other.
+
+    The arrays in the kept `.stats.json` hold NaN all the same, which Python reads and writes.
+    """
     return float(value) if math.isfinite(value) else None
 
 

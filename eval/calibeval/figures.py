@@ -15,7 +15,7 @@ import numpy as np
 
 from calibeval.index import Results, TableRow
 from calibeval.io import atomic_write
-from calibeval.measures import MAIN_ERROR, METRICS, Among
+from calibeval.measures import AMONG_WORDS, MAIN_ERROR, METRICS, Among
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 WIDTH = 17.5  # centimetres
 CENTIMETRES_PER_INCH = 2.54
-AMONG: dict[Among, str] = {"choices": "the choices", "vocabulary": "all tokens"}
 PANELS_ACROSS = 5
 PANEL_METRICS = (MAIN_ERROR, "mcb", "dsc")  # whose values stand in a panel's title
 NAME_LENGTH = 34  # characters of a panel's title
@@ -96,7 +95,7 @@ def _drawings(results: Results, data_set: str) -> list[Drawing]:
         drawings.append(Drawing(f"ece-against-beta_{file_name}", caption, canvas))
     for among, rows_of_figure in rows_with.items():
         caption = (
-            f"Reliability on {data_set}, confidence among {AMONG[among]}. Coloured: "
+            f"Reliability on {data_set}, confidence {AMONG_WORDS[among]}. Coloured: "
             "accuracy by the kernel of the smooth ECE with its 95 % band; black: by "
             "isotonic regression; grey: where that lies in 95 % of calibrated models; "
             "below, where the questions are."
@@ -125,7 +124,7 @@ def _rows_by_confidence(rows: Sequence[TableRow], data_set: str) -> dict[Among, 
     rows_with: dict[Among, list[TableRow]] = {}
     for row in rows:
         evaluations = row.evaluations_of(data_set)
-        for among in AMONG:
+        for among in AMONG_WORDS:
             if all(among in evaluation.confidences for evaluation in evaluations):
                 rows_with.setdefault(among, []).append(row)
     return rows_with
@@ -175,14 +174,14 @@ def reliability_diagrams(rows: Sequence[TableRow], data_set: str, among: Among) 
     one_model = len({row.setting["model"] for row in rows}) == 1
     for axis, row in zip(axes.flat, rows, strict=False):
         draw_curves(axis, mean_curves(row, data_set, among), color(row.beta))
-        name = row.name("model") if one_model else row.name()
+        name = row.name_without("model") if one_model else row.name()
         axis.set_title(f"{name[:NAME_LENGTH]}\n{_title_values(row, data_set, among)}", pad=3)
         axis.set_aspect("equal")
         axis.spines[:].set_visible(True)
     for axis in axes.flat[len(rows) :]:
         axis.set_axis_off()
     canvas.supylabel("accuracy", fontsize=7.5)
-    canvas.supxlabel(f"confidence among {AMONG[among]}", fontsize=7.5)
+    canvas.supxlabel(f"confidence {AMONG_WORDS[among]}", fontsize=7.5)
     return canvas
 
 
@@ -232,7 +231,7 @@ def error_over_beta(
     tuned = sorted((row for row in rows if row.beta is not None), key=lambda row: row.beta or 0)
     rows_of_line: dict[str, list[TableRow]] = {}
     for row in tuned:
-        name = row.name("label_smoothing") or row.setting["model"]
+        name = row.name_without("label_smoothing") or row.setting["model"]
         rows_of_line.setdefault(name, []).append(row)
     canvas = _canvas(6)
     panels = canvas.subplots(1, len(rows_with), sharey=True, squeeze=False)[0]
@@ -248,7 +247,7 @@ def error_over_beta(
             if row.beta is None:
                 value = row.estimate(data_set, MAIN_ERROR, among).value
                 axis.axhline(value, color=GREY, ls="--", lw=1)
-        axis.set_title(f"{data_set}, confidence among {AMONG[among]}", pad=4)
+        axis.set_title(f"{data_set}, confidence {AMONG_WORDS[among]}", pad=4)
         axis.set(xlabel="label smoothing β", ylabel=METRICS[MAIN_ERROR].heading)
         axis.label_outer()
     panels[0].set_ylim(0, None)  # all panels share this axis

@@ -492,6 +492,9 @@ def inspect_row(sample: dict[str, Any], task: str) -> RawRecord:
     target = sample["target"]
     if isinstance(target, list):
         (target,) = target
+    # A list and not the text, in which "" and "BC" would be found too.
+    if target not in list(letters):
+        raise ValueError(f"target is {target!r}, expected one of {', '.join(letters)}")
     label = letters.index(target)
     answer, logprobs = _letters_where_answered(sample, letters)
     _refuse_shuffled_choices(sample, letters, answer)

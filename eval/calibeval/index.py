@@ -82,13 +82,13 @@ class TableRow:
     Attributes:
         setting: What the index says of it, by key.
         shown: The keys that are columns of the table.
-        short: Training data's short names, as people know them, by their paths.
+        short_names: Training data's short names, as people know them, by their paths.
         evaluations: By data set and then by seed, in their order.
     """
 
     setting: dict[str, Any]
     shown: tuple[str, ...]
-    short: dict[str, str]
+    short_names: dict[str, str]
     evaluations: dict[str, dict[float | None, Evaluation]] = field(default_factory=dict)
 
     @property
@@ -108,14 +108,20 @@ class TableRow:
             return "base" if key == "label_smoothing" else "–"
         if isinstance(value, float):
             return f"{value:g}"
-        return self.short.get(value, str(value))
+        if key == "train_data":
+            return self.short_names.get(value, value)
+        return str(value)
 
-    def name(self, *leave_out: str) -> str:
-        """Return what tells the row from others, for titles and legends, without some keys."""
+    def name(self) -> str:
+        """Return what tells the row from others, for titles and legends: "1.5B, β = 0.1"."""
+        return self.name_without()
+
+    def name_without(self, *left_out_keys: str) -> str:
+        """Return the row's name, less what some keys say of it."""
         parts = []
         for key in self.shown:
             value = self.setting.get(key)
-            if key in leave_out:
+            if key in left_out_keys:
                 continue
             if key == "label_smoothing":
                 parts.append("base" if value is None else f"β = {self.text(key)}")
@@ -185,18 +191,23 @@ def read(index: Path, cluster: Cluster | None = None) -> Results:
         loaded = list(tqdm(loading, "record files", len(files), disable=None, delay=2))
     _check_comparable(files, loaded)
     shown = varying_keys(files)
-    short = _short_names(files)
+    short_names = _short_names(files)
     rows: dict[tuple[Scalar, ...], TableRow] = {}
-    pairs = list(zip(files, loaded, strict=True))
-    pairs.sort(key=lambda pair: -math.inf if pair[0].seed is None else pair[0].seed)
-    for file, evaluation in pairs:
+    evaluation_of = dict(zip((file.path for file in files), loaded, strict=True))
+    for file in sorted(files, key=_seed_order):
+        evaluation = evaluation_of[file.path]
         shown_values = tuple(file.keys.get(key) for key in shown)
         if shown_values not in rows:
             setting = {key: value for key, value in file.keys.items() if key not in NO_ROW_KEYS}
-            rows[shown_values] = TableRow(setting, shown, short)
+            rows[shown_values] = TableRow(setting, shown, short_names)
         _add(evaluation, file, rows[shown_values])
     data_sets = list(dict.fromkeys(file.dataset for file in files))
     return Results(sorted(rows.values(), key=_order), data_sets, shown)
+
+
+def _seed_order(file: IndexedFile) -> float:
+    """By which files come in the order of their seeds, those without one first."""
+    return -math.inf if file.seed is None else file.seed
 
 
 def _load(path: Path, cluster: Cluster | None) -> Evaluation:
@@ -215,7 +226,7 @@ def _check_comparable(files: list[IndexedFile], loaded: list[Evaluation]) -> Non
         first = first_of_dataset.setdefault(file.dataset, evaluation)
         same_questions([first, evaluation])
         same_normaliser(first, evaluation, OTHER_DATASET)
-        same_prompts(first, evaluation, texts=False, remedy=OTHER_DATASET)
+        same_prompts(first, evaluation, wording=False, remedy=OTHER_DATASET)
         # A model with a shorter context is asked with fewer examples, so the prompts' very words
         # are compared only within one model.
         first_alike = first_of_model.setdefault((file.dataset, file.model), evaluation)

@@ -135,8 +135,8 @@ class _Grid:
 
     Attributes:
         share_above: How much of a point belongs to the place above it, and not to that below, (N,).
-        filled: The places that have points above them before the next place, ascending.
-        starts: The first point above each of these.
+        filled: The places g of the grid with a point in [g, g + 1), ascending.
+        starts: The first point in each of these intervals.
     """
 
     def __init__(self, points: np.ndarray, size: int):
@@ -150,10 +150,10 @@ def grid_size(bandwidth: float) -> int:
     return max(2000, round(20 / bandwidth)) // 2 + 1
 
 
-def smoothed(transforms: np.ndarray, bandwidth: float, mesh: np.ndarray) -> np.ndarray:
+def smoothed(spectra: np.ndarray, bandwidth: float, mesh: np.ndarray) -> np.ndarray:
     """Return Σ_i K_σ(t, p_i) value_i at each t of a mesh, (R, T), from their spectra (R, G)."""
-    size = transforms.shape[1]
-    on_grid = np.fft.irfft(transforms * kernel_transform(size, bandwidth))
+    size = spectra.shape[1]
+    on_grid = np.fft.irfft(spectra * kernel_transform(size, bandwidth))
     place = (mesh * (size - 1)).astype(int).clip(0, size - 2)
     share_above = mesh * (size - 1) - place
     return on_grid[:, place] * (1 - share_above) + on_grid[:, place + 1] * share_above

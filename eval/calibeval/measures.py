@@ -54,7 +54,9 @@ CHUNK_CELLS = 300_000
 LARGEST_KEPT_BLOCK = (32 << 20) - (64 << 10)  # bytes
 
 Better = Literal["higher", "lower", "neither"]
-Among = Literal["choices", "vocabulary"]  # what a confidence is a probability among
+Among = Literal["choices", "vocabulary"]  # the definition of confidence
+# The definitions as figures and sentences call them, behind "confidence" or "probability".
+AMONG_WORDS: dict[Among, str] = {"choices": "among the choices", "vocabulary": "among all tokens"}
 Uncertainty = Literal["interval", "floor", "none"]
 
 
@@ -109,7 +111,7 @@ class Scores:
         return (self.probs**2).sum(1) + 1 - 2 * right + outside**2
 
     @cached_property
-    def levels(self) -> "Segments":
+    def level_segments(self) -> "Segments":
         """The questions of each level of confidence, in `order`."""
         starts = np.unique(self.level[self.order], return_index=True)[1]
         return Segments(starts, len(self.level))
@@ -187,12 +189,13 @@ class Sample:
 
         sample.correct              whether the likeliest choice is right, (N,) or (R, N)
         sample.mean(values)         a mean over the questions of each sample, (R,)
-        sample.mean_of_labels(…)    the same of values that depend on which choice is right
+        sample.mean_if_labels_known(values)
+                                    the same of values that depend on which choice is right
         ranked_…, by_level, bins    the same questions by ascending confidence, or in bins
 
     Simulated answers say whether the likeliest choice is right, and not which other choice is if it
-    is not. So `mean_of_labels`, which `nll` and `brier` need, refuses them; a metric with a floor
-    must do without it.
+    is not. So `mean_if_labels_known`, which `nll` and `brier` need, refuses them; a metric with a
+    floor must do without it.
 
     Attributes:
         scores: The questions.
@@ -268,7 +271,7 @@ class Sample:
 
         Where each question is there once, the first is (1, levels).
         """
-        levels = self.scores.levels
+        levels = self.scores.level_segments
         if self.has_each_once:
             return levels.sizes[None].astype(float), levels.sum(self.ranked_correct)
         return levels.sum(self.ranked_counts), levels.sum(self.ranked_counts * self.ranked_correct)
@@ -298,7 +301,7 @@ class Sample:
             sums = (self._float_counts * values).sum(1)
         return sums / self._answers
 
-    def mean_of_labels(self, values: np.ndarray) -> np.ndarray:
+    def mean_if_labels_known(self, values: np.ndarray) -> np.ndarray:
         """Return the mean of values (N,) that depend on which choice is right, (R,).
 
         Raises `ValueError` of simulated answers, which do not say that.
@@ -381,12 +384,12 @@ def accuracy(sample: Sample) -> np.ndarray:
 
 def nll(sample: Sample) -> np.ndarray:
     """Mean −log p(right choice), in nats."""
-    return -sample.mean_of_labels(sample.scores.right_logprob)
+    return -sample.mean_if_labels_known(sample.scores.right_logprob)
 
 
 def brier(sample: Sample) -> np.ndarray:
     """Mean Σ_k (p_k − y_k)² (Brier 1950), with any mass outside the choices as one more outcome."""
-    return sample.mean_of_labels(sample.scores.brier_score)
+    return sample.mean_if_labels_known(sample.scores.brier_score)
 
 
 def ece_signed(sample: Sample) -> np.ndarray:
@@ -531,7 +534,7 @@ def isotonic_fit(sample: Sample) -> np.ndarray:
     """
     from scipy.optimize import isotonic_regression
 
-    levels = sample.scores.levels
+    levels = sample.scores.level_segments
     answers, right = np.broadcast_arrays(*sample.by_level)
     rows = []
     for weight, correct_sum in zip(answers, right, strict=True):

@@ -21,7 +21,10 @@ With `interval=True` a function returns an `Estimate`. Means and ranks have a 95
 resamples of the questions, or of whole `clusters` of questions, such as subjects, of which there
 must be ten. Of calibration errors (`ece`, `rms`, `rms_debiased`, `smooth_ece`) no interval is known
 to cover, and a calibrated model does not read 0: they have the floor that 95 % of calibrated models
-stay below (`floor`) and the share `p_calibrated` of them that read as much.
+stay below (`floor`) and the share `p_calibrated` of them that read this error or a larger one.
+
+A metric is defined in `calibeval.measures`, which also says where a new one goes; the function of
+its name here checks arrays and calls it.
 """
 
 import sys
@@ -62,8 +65,8 @@ __all__ = [
 Array: TypeAlias = Union[np.ndarray, "torch.Tensor", Sequence[Any]]
 
 
-class _WithInterval(Protocol):
-    """How a metric with an interval is called."""
+class _MetricWithInterval(Protocol):
+    """The signatures of a metric that has an interval: a number without it, else an `Estimate`."""
 
     @overload
     def __call__(
@@ -81,8 +84,8 @@ class _WithInterval(Protocol):
     ) -> Estimate: ...
 
 
-class _BinnedError(Protocol):
-    """How a calibration error over bins is called."""
+class _BinnedErrorWithFloor(Protocol):
+    """The signatures of a calibration error over bins: a number, or an `Estimate` with a floor."""
 
     @overload
     def __call__(
@@ -100,7 +103,7 @@ class _BinnedError(Protocol):
     ) -> Estimate: ...
 
 
-def _with_interval_keyword(plain: Callable[[Array, Array], float]) -> _WithInterval:
+def _takes_interval_and_clusters(plain: Callable[[Array, Array], float]) -> _MetricWithInterval:
     """Give a metric the keywords `interval` and `clusters`."""
 
     @wraps(plain)
@@ -112,7 +115,9 @@ def _with_interval_keyword(plain: Callable[[Array, Array], float]) -> _WithInter
         clusters: Array | None = None,
     ) -> float | Estimate:
         if interval:
-            return _with_interval(plain.__name__, scores(probabilities, labels), clusters)
+            return _estimate_with_interval(
+                plain.__name__, _checked_scores(probabilities, labels), clusters
+            )
         if clusters is not None:
             raise InputError("clusters: they are for intervals; give interval=True as well")
         return plain(probabilities, labels)
@@ -120,7 +125,7 @@ def _with_interval_keyword(plain: Callable[[Array, Array], float]) -> _WithInter
     return metric  # type: ignore[return-value]
 
 
-def _with_floor_keyword(plain: Callable[[Array, Array, int], float]) -> _BinnedError:
+def _takes_interval(plain: Callable[[Array, Array, int], float]) -> _BinnedErrorWithFloor:
     """Give a calibration error over bins the keyword `interval`."""
 
     @wraps(plain)
@@ -128,88 +133,90 @@ def _with_floor_keyword(plain: Callable[[Array, Array, int], float]) -> _BinnedE
         probabilities: Array, labels: Array, bins: int = BINS, *, interval: bool = False
     ) -> float | Estimate:
         if interval:
-            return _with_floor(plain.__name__, scores(probabilities, labels, bins))
+            return _estimate_with_floor(
+                plain.__name__, _checked_scores(probabilities, labels, bins)
+            )
         return plain(probabilities, labels, bins)
 
     return metric  # type: ignore[return-value]
 
 
-@_with_interval_keyword
+@_takes_interval_and_clusters
 def accuracy(probabilities: Array, labels: Array) -> float:
     """Share of right answers."""
-    return _value(measures.accuracy, scores(probabilities, labels))
+    return _observed_value(measures.accuracy, _checked_scores(probabilities, labels))
 
 
-@_with_interval_keyword
+@_takes_interval_and_clusters
 def nll(probabilities: Array, labels: Array) -> float:
     """Mean −log p(right choice), in nats; of (N,) −log of what was given to what came true.
 
     It is infinite where a right choice has the probability 0.
     """
-    return _value(measures.nll, scores(probabilities, labels))
+    return _observed_value(measures.nll, _checked_scores(probabilities, labels))
 
 
-@_with_interval_keyword
+@_takes_interval_and_clusters
 def brier(probabilities: Array, labels: Array) -> float:
     """Mean Σ_k (p_k − y_k)² over choices (Brier 1950), from 0 to 2; of (N,) mean (p − y)².
 
     Probability that belongs to no choice counts as one more outcome.
     """
-    return _value(measures.brier, scores(probabilities, labels))
+    return _observed_value(measures.brier, _checked_scores(probabilities, labels))
 
 
-@_with_interval_keyword
+@_takes_interval_and_clusters
 def ece_signed(probabilities: Array, labels: Array) -> float:
     """Mean confidence − accuracy: above 0 is over-confident."""
-    return _value(measures.ece_signed, scores(probabilities, labels))
+    return _observed_value(measures.ece_signed, _checked_scores(probabilities, labels))
 
 
-@_with_interval_keyword
+@_takes_interval_and_clusters
 def auroc(probabilities: Array, labels: Array) -> float:
     """P(confidence right > wrong) + ½ P(equal), over pairs of a right and a wrong answer.
 
     How well confidence tells right answers from wrong ones, 0 to 1; NaN where all answers are right
     or all are wrong.
     """
-    return _value(measures.auroc, scores(probabilities, labels))
+    return _observed_value(measures.auroc, _checked_scores(probabilities, labels))
 
 
-@_with_interval_keyword
+@_takes_interval_and_clusters
 def aurc(probabilities: Array, labels: Array) -> float:
     """Area under the risk-coverage curve, Σ_k risk(k) / N (Geifman & El-Yaniv 2017).
 
     risk(k) is the share of wrong answers among the k surest; of equally sure ones the mean over all
     orders.
     """
-    return _value(measures.aurc, scores(probabilities, labels))
+    return _observed_value(measures.aurc, _checked_scores(probabilities, labels))
 
 
-@_with_floor_keyword
+@_takes_interval
 def ece(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     """Expected calibration error, Σ w_b |accuracy_b − confidence_b| (Naeini et al. 2015).
 
     Over `bins` bins of equal width; w_b is the share of answers in bin b, which holds its lower
     edge, the last one 1 as well.
     """
-    return _value(measures.ece, scores(probabilities, labels, bins))
+    return _observed_value(measures.ece, _checked_scores(probabilities, labels, bins))
 
 
-@_with_floor_keyword
+@_takes_interval
 def rms(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     """Root mean square calibration error, sqrt(Σ w_b (accuracy_b − confidence_b)²).
 
     Over the bins of `ece`, and never below it (Hendrycks et al. 2019).
     """
-    return _value(measures.rms, scores(probabilities, labels, bins))
+    return _observed_value(measures.rms, _checked_scores(probabilities, labels, bins))
 
 
-@_with_floor_keyword
+@_takes_interval
 def rms_debiased(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     """`rms` less what finitely many answers add to it (Kumar et al. 2019, section 5).
 
     sqrt(max(0, Σ w_b (Δ_b² − s_b²))) for the gap Δ_b of bin b and the noise s_b² of that gap.
     """
-    return _value(measures.rms_debiased, scores(probabilities, labels, bins))
+    return _observed_value(measures.rms_debiased, _checked_scores(probabilities, labels, bins))
 
 
 @overload
@@ -228,10 +235,10 @@ def smooth_ece(probabilities: Array, labels: Array, *, interval: bool = False) -
     Gaussian kernels reflected at 0 and 1 take the place of bins; their width is the least that is
     no less than the error at that width.
     """
-    given = scores(probabilities, labels)
+    scores = _checked_scores(probabilities, labels)
     if interval:
-        return _with_floor("smooth_ece", given)
-    return _value(measures.smooth_ece, given)
+        return _estimate_with_floor("smooth_ece", scores)
+    return _observed_value(measures.smooth_ece, scores)
 
 
 class Reliability(TypedDict):
@@ -256,13 +263,15 @@ def reliability(
 
     With `clusters` the bands are over resamples of whole clusters of answers.
     """
-    sample = Sample.observed(scores(probabilities, labels, bins))
+    sample = Sample.observed(_checked_scores(probabilities, labels, bins))
     numbers = None if clusters is None else _cluster_numbers(clusters, len(sample.scores.labels))
-    found = sample.bins
-    (counts,) = found.count
+    bins_of_answers = sample.bins
+    (counts,) = bins_of_answers.count
     confidences: list[float | None] = []
     accuracies: list[float | None] = []
-    sums = zip(counts, found.confidence_sum[0], found.correct_sum[0], strict=True)
+    sums = zip(
+        counts, bins_of_answers.confidence_sum[0], bins_of_answers.correct_sum[0], strict=True
+    )
     for count, confidence_sum, correct_sum in sums:
         confidences.append(float(confidence_sum / count) if count else None)
         accuracies.append(float(correct_sum / count) if count else None)
@@ -270,7 +279,7 @@ def reliability(
     return Reliability(confidence=confidences, accuracy=accuracies, **curves)  # type: ignore[typeddict-item]
 
 
-def scores(probabilities: Array, labels: Array, bins: int = BINS) -> Scores:
+def _checked_scores(probabilities: Array, labels: Array, bins: int = BINS) -> Scores:
     """Check probabilities and labels, and return them as `calibeval.measures` takes them."""
     p = _numbers(probabilities, "probabilities")
     y = _numbers(labels, "labels")
@@ -331,21 +340,21 @@ def _cluster_numbers(clusters: Array, questions: int) -> np.ndarray:
     return numbers
 
 
-def _value(measure: Callable[[Sample], np.ndarray], given: Scores) -> float:
+def _observed_value(measure: Callable[[Sample], np.ndarray], scores: Scores) -> float:
     """A metric of the questions as they are."""
-    return float(measure(Sample.observed(given))[0])
+    return float(measure(Sample.observed(scores))[0])
 
 
-def _with_interval(name: str, given: Scores, clusters: Array | None) -> Estimate:
+def _estimate_with_interval(name: str, scores: Scores, clusters: Array | None) -> Estimate:
     """A metric with its 95 % interval; its value is None where it is not finite."""
     metric = METRICS[name]
-    questions = len(given.labels)
+    questions = len(scores.labels)
     numbers = None if clusters is None else _cluster_numbers(clusters, questions)
-    values = metric(Sample.observed(given))
+    values = metric(Sample.observed(scores))
     if not np.isfinite(values).all():
         return Estimate()
     drawn = [
-        metric(Sample.resampled(given, counts))
+        metric(Sample.resampled(scores, counts))
         for counts in measures.resamples(questions, evaluations.RESAMPLES, numbers)
     ]
     count = None if numbers is None else int(numbers.max()) + 1
@@ -353,9 +362,9 @@ def _with_interval(name: str, given: Scores, clusters: Array | None) -> Estimate
     return stats.estimate_mean(side, metric.lowest, metric.highest)
 
 
-def _with_floor(name: str, given: Scores) -> Estimate:
+def _estimate_with_floor(name: str, scores: Scores) -> Estimate:
     """A calibration error beside what calibrated models read."""
-    sample = Sample.observed(given)
+    sample = Sample.observed(scores)
     test = evaluations.floor_tests(sample, [name])[name]
     return Estimate(float(METRICS[name](sample)[0]), floor=test.floor, p_calibrated=test.p)
 

@@ -138,7 +138,7 @@ def questions_from_rows(
 
     A row without an id gets its subject and number, of all rows or of its subject's. A bad row, an
     id that repeats, or no rows at all raise `InputError`, which names the row's place, or `source`,
-    and what of the task's file is at fault; `task` is that file's name.
+    and what of the task's file is at fault; `task` is the task's name or its file, as it was given.
     """
     questions: dict[str, Question] = {}
     rows_of_subject: Counter[str] = Counter()

@@ -28,8 +28,8 @@ from calibeval.validation import Unicode, checked
 MOST_PROBABILITY = 1.01
 # Keys that are the same in all records of a file.
 ALIKE = ("scoring", "normalise", "model", "chat_template")
-# Where no sidecar tells the prompts, the number of examples is too. Where one does, fewer examples
-# may stand before a question that would not fit otherwise.
+# Where no sidecar tells the prompts, the number of examples must be the same in all records too.
+# Where one does, fewer examples may stand before a question that would not fit otherwise.
 ALIKE_WITHOUT_PROMPTS = (*ALIKE, "shots")
 # No model gives less than −1e9; a damaged file's −1e200 would overflow when it is squared.
 LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
@@ -139,8 +139,8 @@ def read(path: Path, normalise: str | None = None) -> Records:
         found = counted(len(records), "record")
         raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected_questions}")
     if expected_prompts is not None:
-        asked = zip(records.prompts, records.labels.tolist(), strict=True)
-        if prompts_digest(asked) != expected_prompts:
+        prompts = zip(records.prompts, records.labels.tolist(), strict=True)
+        if prompts_digest(prompts) != expected_prompts:
             raise InputError(
                 f"{path}: its prompts are not those that {sidecar(path).name} was written for; "
                 "expected the records of one run in their order"
@@ -266,8 +266,8 @@ def meta(path: Path) -> dict[str, Any]:
     return about
 
 
-def asked(path: Path) -> dict[str, Any]:
-    """Return the settings a model was asked with.
+def settings_of_scoring(path: Path) -> dict[str, Any]:
+    """Return the settings that a model was scored with, by the file's sidecar; empty without one.
 
     Records at a temperature raise `InputError`: no model was asked for these.
     """

@@ -31,6 +31,7 @@ from calibeval.request import DEFAULT_COLUMNS
 
 ARROWS = {"higher": "↑", "lower": "↓", "neither": ""}
 MISSING = "–"
+SEEDS_HEAD = "Seeds"  # over the column of `Line.seeds`
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # of a cell that a spreadsheet computes
 
 
@@ -116,10 +117,18 @@ def difference_cell(e: stats.Estimate, metric: str) -> Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table; the last of the cells before says how many evaluations it is of."""
+    """A line of a printed table, which shows a `TableRow`.
+
+    Attributes:
+        row: What it shows.
+        labels: The row's values of the keys that are columns, at the left.
+        seeds: How many evaluations the line is of, as its column says it.
+        cells: The estimates.
+    """
 
     row: TableRow
-    cells_before: list[str]
+    labels: list[str]
+    seeds: str
     cells: list[Cell]
 
 
@@ -127,7 +136,7 @@ class Line:
 class Table:
     """Headings and lines, ready for Markdown and HTML."""
 
-    heads_before: list[str]  # of each line's `cells_before`
+    label_heads: list[str]  # over each line's `labels`
     data_sets: list[str]  # each stands over all of `heads`
     heads: list[str]
     lines: list[Line]
@@ -136,8 +145,12 @@ class Table:
     def frame(self) -> pd.DataFrame:
         """Return the table as text, with bold as Markdown has it."""
         heads = [f"{data_set}: {head}" for data_set, head in product(self.data_sets, self.heads)]
-        rows = [[*map(one_line, line.cells_before), *map(str, line.cells)] for line in self.lines]
-        return pd.DataFrame(rows, columns=[one_line(head) for head in (*self.heads_before, *heads)])
+        rows = []
+        for line in self.lines:
+            labels = [one_line(label) for label in line.labels]
+            rows.append([*labels, line.seeds, *map(str, line.cells)])
+        columns = [one_line(head) for head in (*self.label_heads, SEEDS_HEAD, *heads)]
+        return pd.DataFrame(rows, columns=columns)
 
     def markdown(self) -> str:
         """Return it as GitHub Markdown, with its notes below."""
@@ -182,14 +195,19 @@ def main_table(results: Results, chosen: Sequence[Column]) -> Table:
             if column.metric == MAIN_ERROR and p is not None and p > SIGNIFICANCE:
                 cell = replace(cell, value=f"{cell.value}†")
             cells.append(cell)
-        lines.append(Line(row, [*map(row.text, results.shown), _seed_count(row)], cells))
+        lines.append(Line(row, _labels(row, results), _seed_count(row), cells))
     heads = [column.heading for column in chosen]
-    return Table(_heads_before(results), results.data_sets, heads, lines, notes(results, chosen))
+    return Table(_label_heads(results), results.data_sets, heads, lines, notes(results, chosen))
 
 
-def _heads_before(results: Results) -> list[str]:
-    """The headings of the cells before; the last column says how many evaluations a line is of."""
-    return [*map(heading, results.shown), "Seeds"]
+def _labels(row: TableRow, results: Results) -> list[str]:
+    """A row's values of the keys that are columns."""
+    return [row.text(key) for key in results.shown]
+
+
+def _label_heads(results: Results) -> list[str]:
+    """The headings of these columns."""
+    return [heading(key) for key in results.shown]
 
 
 def _seed_count(row: TableRow) -> str:
@@ -249,8 +267,9 @@ def _difference_note(resampled: str) -> str:
     """What a table of differences shows, of intervals over `resampled`."""
     return (
         "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
-        f"same resamples of the {resampled} for both. Seeds: pairs of runs with one seed; 1 − 3: "
-        "not paired, one run less the mean of three. The interval adds what the seeds of a side "
+        f"same resamples of the {resampled} for both. Seeds: 3: three pairs of runs, each of "
+        "one seed; 1: one run less one run, whatever their seeds; 1 − 3: not paired, one run less "
+        "the mean of three. The interval adds what the seeds of a side "
         f"differ by where it has two or more: of a single run it covers the {resampled} alone."
     )
 
@@ -304,8 +323,8 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
             found = pairings[data_set].difference(column)
             p_values.append(stats.p_of_comparison(column.metric, found))
             cells.append(difference_cell(found, column.metric))
-        counts = dict.fromkeys(p.count for p in pairings.values() if p.count)
-        lines.append(Line(row, [*map(row.text, results.shown), ", ".join(counts)], cells))
+        counts = dict.fromkeys(pairing.count for pairing in pairings.values() if pairing.count)
+        lines.append(Line(row, _labels(row, results), ", ".join(counts), cells))
     if not lines:
         return None
     heads = [column.difference_heading for column in columns]
@@ -322,7 +341,7 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
             about.append(difference.note)
     about += [_family_note(p_values), *_coverage(evaluations_of)]
     bold_lines = _with_bold(lines, stats.holm(p_values))
-    return Table(_heads_before(results), results.data_sets, heads, bold_lines, about)
+    return Table(_label_heads(results), results.data_sets, heads, bold_lines, about)
 
 
 def _with_bold(lines: Sequence[Line], survives: Sequence[bool]) -> list[Line]:
@@ -372,10 +391,11 @@ class Pairing:
 
 
 def pair(first: TableRow, second: TableRow, data_set: str) -> Pairing:
-    """Return the evaluations of both rows: in pairs of common seeds, else all of them, not paired.
+    """Return the evaluations of both rows: in pairs of common seeds, else all of them.
 
     Pairs need two seeds in common: a single pair would leave out the other seeds, and with them
-    what seeds differ by. A model before fine-tuning has no seed, so it is not paired either.
+    what seeds differ by. A model before fine-tuning has no seed, so it has none in common. All of
+    them are not paired, unless each row has one: these two are a pair, whatever their seeds.
     """
     evaluations_of_first = first.evaluations.get(data_set, {})
     evaluations_of_second = second.evaluations.get(data_set, {})

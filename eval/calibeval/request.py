@@ -5,8 +5,12 @@ and their docstrings its help.
 
 To add a task, see `calibeval.tasks`. To add a way of scoring or an engine, add its name to
 `task_files.ScoringName` or to `EngineName` here, and write it where `calibeval.prompts` or
-`calibeval.engines` say. To add an option of engines, add it to `Request`, from which the command
-line has it, and to `EngineOptions`, from which editors complete it (a test compares the two).
+`calibeval.engines` say. A metric is no part of a request: see `calibeval.measures`.
+
+To add an option of engines, add it to `Request`, from which the command line has it, and to
+`EngineOptions`, from which editors complete it (a test compares the two). To add an option of
+tasks, add it to `Task`, from which the command line and the sidecars have it, and say at the head
+of `calibeval.store` how two of its values are compared where scoring goes on.
 
 The names of `calibeval.validation` are importable from here as well.
 """

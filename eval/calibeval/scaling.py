@@ -24,7 +24,8 @@ AT_THE_LIMIT = 1e-3  # so near to it, the search has ended there
 FLAT_NLL = 1e-9  # nats
 OTHER_RECORDS = "fit on other records, or check their labels"
 FEWEST_ANSWERS = 20  # to fit it on
-SAME_QUESTIONS = 0.9  # share of common ids whose right answers agree, where questions are the same
+# The share of common ids whose right answers must agree for these to be the same questions.
+SHARE_OF_SAME_QUESTIONS = 0.9
 
 
 class NoTemperature(InputError):
@@ -86,7 +87,9 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
 
 def _check_alike(fitted_on: Records, scored: Records) -> None:
     """Raise `InputError` unless both are answers of one model, read in the same way."""
-    models = {records.asked(some.path).get("model_digest") for some in (fitted_on, scored)}
+    models = {
+        records.settings_of_scoring(some.path).get("model_digest") for some in (fitted_on, scored)
+    }
     if None in models:  # by name, where nobody knows the weights
         models = {fitted_on.model, scored.model}
     for key in ("scoring", "normalise", "chat_template"):
@@ -115,7 +118,7 @@ def _not_tested(fitted_on: Records, scored: Records) -> np.ndarray:
     answers = zip(fitted_on.ids, fitted_on.labels.tolist(), strict=True)
     in_both = np.array([label_of.get(name) == label for name, label in answers])
     common_ids = sum(name in label_of for name in fitted_on.ids)
-    if common_ids and in_both.sum() > SAME_QUESTIONS * common_ids:
+    if common_ids and in_both.sum() > SHARE_OF_SAME_QUESTIONS * common_ids:
         used &= ~in_both
     if used.sum() < FEWEST_ANSWERS:
         left = counted(int(used.sum()), "answer")

@@ -20,9 +20,10 @@ variance, Σ w_b² 2 s_b⁴ of Gaussian noise, and V that of B + D. The mean of 
 square by s_b², and the variance of B, 4 Σ w_b² Δ_b² s_b², exceeds the one that it would have at
 the true gaps by 4 Σ w_b² s_b⁴ = 2 v.
 
-**The draws** are therefore A + κ (B + D). κ multiplies the sum of both parts, and not the gaps, of
-which D has the square. Its mean falls out, since an interval uses draws less their mean. κ takes
-the excess off the variance of B + D:
+**The draws** are therefore A + κ (B + D). κ is one factor before B + D as a whole. (Shrinking each
+gap Δ_b in its place would put κ before B, but κ² before D.) That κ also shrinks the mean of B + D
+does no harm: `stats._interval` uses only how the draws vary around their mean. κ takes the excess
+off the variance of B + D:
 
     κ² = max(0, V − v min(2, 4 v / V)) / V
 
@@ -76,8 +77,9 @@ class SquareDraws:
 def square_draws(observed: Bins, resampled: Sequence[Bins]) -> SquareDraws:
     """The squared error's draws, from bins (1, B) as they are and resampled ones (R, B).
 
-    Resampling n_b residuals spreads their mean by (n_b − 1) / n_b less than n_b new questions
-    would, so G_b (`shift`) is multiplied by the root of n_b / (n_b − 1) and s*_b² by that ratio.
+    The mean of n_b resampled residuals has (n_b − 1) / n_b times the variance that n_b new
+    questions would give it. So G_b (`shift`) is multiplied by the root of n_b / (n_b − 1), and
+    s*_b² by that ratio.
     """
     gap = observed.gap
     has_noise = observed.count > 1  # a bin of one question does not tell its noise

@@ -302,10 +302,11 @@ def are_paired(sides: Sequence[Side]) -> bool:
 def sign_test_p(
     value: float, summed_draws: np.ndarray, summed_units: np.ndarray | None = None
 ) -> float:
-    """The p-value of a sign test, where few units differ and all in one direction; else 0.
+    """A lower bound for p by a sign test; 0, which bounds nothing, where the signs are mixed.
 
     A unit is what is resampled, a question or a subject. By a sign test k equal signs have
     p = 2 · ½^k (McNemar's exact test of answers that changed), which is below 0.05 from k = 6 on.
+    There is no limit from which units are many: many that differ give a bound near 0.
 
     Where the units' own values are kept, k is the number of units that differ in any of the metrics
     given. Of more units resamples tell k, in two ways of which the smaller counts:
@@ -324,9 +325,8 @@ def sign_test_p(
         summed_units: Those of each of U units by itself, in M metrics, (M, U). One metric is the
             summed one, a mean; then the units' signs count, and not those of the draws.
     """
-    signed = summed_draws
-    if summed_units is not None and len(summed_units) == 1:
-        signed = summed_units[0]
+    is_mean = summed_units is not None and len(summed_units) == 1  # `_unit_values` makes it so
+    signed = summed_units[0] if summed_units is not None and is_mean else summed_draws
     if signed.min() < -ROUNDING and signed.max() > ROUNDING:
         return 0.0
     is_zero = np.abs(summed_draws) <= ROUNDING
@@ -473,9 +473,10 @@ def _summed_units(sides: Sequence[Side]) -> np.ndarray | None:
 def seed_inflation(sides: Sequence[Side]) -> float:
     """Return how much wider than its question noise an interval of means over seeds must be.
 
-    The seeds' own variance is s² − o, and since few seeds show it badly one would expect it r²
-    times. With r² o the intervals cover too little, so o is taken off r^e times only, where
-    e = `NOISE_EXPONENT` is fitted by simulation. The factor is
+    The seeds' own variance would be s² − o. Of few seeds Student's factor widens it to
+    r² (s² − o), but simulation shows that r² o takes off too much, so that intervals cover too
+    little. So it is r² s² − r^e o, where e = `NOISE_EXPONENT` is fitted by simulation.
+    (`degrees_of_freedom` uses s² − o itself.) The factor is
 
     sqrt(1 + (Σ over sides of max(0, r² s² − r^e o) / S) / q), where
 
@@ -510,7 +511,7 @@ def _side(seeds: Sequence[Evaluation], metric: str, among: Among) -> Side:
     return Side(
         values=_values(seeds, metric, among),
         draws=np.stack([evaluation.draws[among][metric] for evaluation in seeds]),
-        clusters=seeds[0].subjects if seeds[0].cluster else None,
+        clusters=seeds[0].clusters,
         unit_values=_unit_values(seeds, metric, among),
     )
 
@@ -566,7 +567,7 @@ def _weighted_sum(
 def coverage_of(alike: Sequence[Evaluation]) -> str:
     """What the intervals of evaluations of the same questions cover, in words."""
     first = alike[0]
-    if first.cluster is not None:
+    if first.cluster == "subject":
         return f"over resamples of all {first.subjects} subjects: they hold for subjects like these"
     if first.subjects == 1:
         return "over resamples of the questions"

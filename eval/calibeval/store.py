@@ -21,11 +21,22 @@ ENGINE_SETTINGS = "engine_settings"
 # The settings of the engines that made the first records, where another has made the last ones.
 EARLIER_ENGINES = "earlier_engine_settings"
 
-# How settings are compared: what does not change a record may be said in several ways.
+# How settings are compared. Scoring goes on only with settings that make the same records, and
+# several values of a setting may make the same ones:
 #
-# These are not compared: two values of them may lead to the same prompts and the same template.
-# What they decide is in `prompts_sha256` and `chat_template_sha256`, which are compared.
-TOLD_BY_DIGESTS = (
+#     a setting in …           is refused where it differs from the unfinished file's …
+#     NEVER_COMPARED           never: the digests tell
+#     COMPARED_WITHOUT_DIGESTS unless all DIGESTS are known and equal
+#     MAY_BE_ABSENT            unless the unfinished file's settings lack it
+#     revision, dtype          unless the model's digest, or the dtype that was loaded, is the same
+#     any other                always
+#
+# So a new option of `request.Task`, which the settings have by itself, must be put into one of
+# these where two of its values can make the same records (`_says_the_same`).
+#
+# Two values of these may lead to the same prompts and the same chat template. What they decide is
+# in `prompts_sha256` and `chat_template_sha256`, which are compared.
+NEVER_COMPARED = (
     "data",
     "split",
     "shots",
@@ -34,10 +45,10 @@ TOLD_BY_DIGESTS = (
     "limit",
     "chat_template",
 )
-# These are compared only where a digest differs or is not known, since they then say why. Where all
-# digests are the same, two values say the same: one task file by two paths, or `turns` where that
-# is the default.
-NAMED_IF_DIGESTS_DIFFER = ("task", "few_shot", "system", "language")
+# Where all digests are the same, two values of these say the same: one task file by two paths, or
+# `turns` where that is the default. Where a digest differs or is not known, they differ in earnest,
+# and the message names them.
+COMPARED_WITHOUT_DIGESTS = ("task", "few_shot", "system", "language")
 # All that decides a record besides the weights and the engine; see `scoring._settings_of_items`.
 DIGESTS = (
     "normalise",
@@ -46,8 +57,10 @@ DIGESTS = (
     "ids_sha256",
     "tokens_sha256",
 )
-# Settings that sidecars of earlier versions lack; what these were made with is not known then.
-OF_LATER_VERSIONS = ("normalise", "chat_template_sha256", "ids_sha256", "tokens_sha256")
+# Settings that sidecars of earlier versions lack; what these were made with is not known then. The
+# digest of the prompts is not among them: without it nothing would tell that the questions are the
+# same ones.
+MAY_BE_ABSENT = ("normalise", "chat_template_sha256", "ids_sha256", "tokens_sha256")
 # What differs where a digest does, if it has no setting of its own to be told by.
 DIFFERENCES = {
     "prompts_sha256": "other questions or examples, or other words around them",
@@ -170,7 +183,7 @@ def earlier_settings(file: Path) -> dict[str, Any]:
 
     A file without a sidecar raises `InputError`: it may be anything, so it is not overwritten.
     """
-    settings = records.asked(file)
+    settings = records.settings_of_scoring(file)
     if not settings:
         raise InputError(
             f"{file}: exists, but no sidecar says how it was made; "
@@ -214,13 +227,13 @@ def _refuse_other_settings(
 
 
 def _says_the_same(key: str, earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a setting lets the records be what they were, as far as it alone decides."""
+    """Whether a setting lets the records be what they were: the table at the head of this file."""
     value = wanted[key]
-    if key in TOLD_BY_DIGESTS or earlier.get(key) == value:
+    if key in NEVER_COMPARED or earlier.get(key) == value:
         return True
-    if key in OF_LATER_VERSIONS:
+    if key in MAY_BE_ABSENT:
         return key not in earlier
-    if key in NAMED_IF_DIGESTS_DIFFER:
+    if key in COMPARED_WITHOUT_DIGESTS:
         return _has_same_digests(earlier, wanted)
     if key == "revision":  # a branch is the commit that it leads to, which the digest is
         digest = wanted.get("model_digest")

@@ -9,6 +9,7 @@ row is a variable, and `row` is the row as a whole, for columns such as `row['Be
 """
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ import jinja2
 import jinja2.meta
 import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from calibeval.io import InputError, read_text
 from calibeval.validation import Seq, Strict, checked
@@ -101,9 +102,11 @@ class Template:
             raise ValueError(f"not Jinja: {error}") from error
 
     def __call__(self, variables: Mapping[str, Any]) -> Any:
-        """The value; `ValueError` where it cannot be made.
+        """The value; one of `FILLING_ERRORS` where it cannot be made.
 
-        `UnknownColumn` where a variable is not there, or `row` does not have what is asked of it.
+        Of these, `UnknownColumn` is raised where a variable is not there, or where `row` does not
+        have what is asked of it. What an expression itself raises, such as a `TypeError`, passes
+        through.
         """
         try:
             value = self._evaluate(variables)
@@ -249,8 +252,23 @@ class ExamplesRule(Strict):
     """The split whose first rows they are; without it, `--examples` is needed."""
     of_subject: Literal["always", "where_it_has_any", "never"] = "where_it_has_any"
     """Whether a question's examples are of its own subject."""
-    asked_file_will_do: bool = False
-    """Where a folder lacks the split's file, the first of the asked questions are the examples."""
+    else_first_asked: bool = False
+    """Where the data have no such split, the first of the asked questions are the examples; they
+    are not asked then."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_former_key(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "asked_file_will_do" not in values:
+            return values
+        warnings.warn(
+            "examples.asked_file_will_do of a task file is examples.else_first_asked now",
+            FutureWarning,
+            stacklevel=2,
+        )
+        values = dict(values)
+        values["else_first_asked"] = values.pop("asked_file_will_do")
+        return values
 
 
 class HeaderTemplates(_TemplatesInside):

@@ -28,9 +28,9 @@ PlacedRow = tuple[str, dict[str, Any]]  # "path, line number", and the row
 def splits_of(task: str) -> tuple[str, str] | None:
     """The split that a task is scored on, and the one to choose and to fit on.
 
-    `task` is a built-in task's name or a task file's path. None where the task has no such other
-    split, and where its file cannot be read: records and sweeps may outlive it, and scoring, which
-    needs it, says what is wrong with it.
+    `task` is a built-in task's name or a task file's path. None where the task has no other split
+    to choose and fit on, and where its file cannot be read: records and sweeps may outlive it, and
+    scoring, which needs it, says what is wrong with it.
     """
     if not task_files.is_task_name(task):
         return None
@@ -219,23 +219,21 @@ class _Reader:
         if data.startswith(HUB):
             return self._questions(data, split)
         path = Path(data)
-        folder = path if path.is_dir() else path.parent
-        if self._asked_questions_are_examples(folder, split):
-            return self._asked_questions()
+        if self.task_file.examples.else_first_asked and self._surely_lacks(path, split):
+            return self._asked_questions()  # `_not_shown` then leaves out those that are shown
         if path.is_dir():
             return self._questions(data, split)
-        return self._file_questions(folder / self._file_name(split))
+        return self._file_questions(path.parent / self._file_name(split))
 
-    def _asked_questions_are_examples(self, folder: Path, split: str) -> bool:
-        """Whether the first of the asked questions serve as examples.
+    def _surely_lacks(self, data: Path, split: str) -> bool:
+        """Whether there is no such split in a folder, or beside a file.
 
-        They do where the task's file allows it (`asked_file_will_do`) and the folder has no file of
-        the examples' split.
+        A copy of a data set of the hub may have any: only `datasets` knows which.
         """
-        if not self.task_file.examples.asked_file_will_do or not folder.is_dir():
-            return False
-        has_split = (folder / self._file_name(split)).is_file() or _is_hub_folder(folder)
-        return not has_split
+        if data.is_dir():
+            return not (data / self._file_name(split)).is_file() and not _is_hub_folder(data)
+        folder = data.parent
+        return folder.is_dir() and not (folder / self._file_name(split)).is_file()
 
     def _examples_of(self, subject: str, examples: list[Question]) -> list[Question]:
         """The examples that stand before a subject's questions."""
@@ -271,7 +269,14 @@ class _Reader:
 
     def _folder_questions(self, folder: Path, split: str) -> list[Question]:
         """The questions of a split that is a file a subject, which names the subject."""
-        pattern = folder / self._file_name(split)
+        file_name = self._file_name(split)
+        pattern = folder / file_name
+        if ANY_SUBJECT in str(Path(file_name).parent):
+            raise InputError(
+                f"{self.task.task}: data.files is {self.task_file.data.files.text!r}: expected "
+                "{{ subject }} in the name of the file and not of its folder, such as "
+                "'{{ split }}/{{ subject }}.csv'"
+            )
         before, _, after = pattern.name.partition(ANY_SUBJECT)
         questions: list[Question] = []
         # In one order on every file system, since the first rows may be everybody's examples.
@@ -313,20 +318,27 @@ class _Reader:
         return {**absent, **row}
 
     def _hub_rows(self, name: str, split: str) -> Iterator[PlacedRow]:
-        """The rows of a data set of the hub such as cais/mmlu, or of its folder."""
+        """The rows of a data set of the hub such as cais/mmlu, or of a folder with a copy of it."""
         source = self.task_file.data
         config = None
         if source.config is not None:
             config = self._filled("data.config", source.config, {"language": self.task.language})
-        split = source.hub_splits.get(split, split)
+        hub_split = source.hub_splits.get(split, split)
         try:
             from datasets import load_dataset
 
-            rows = load_dataset(name, config, split=split)
+            rows = load_dataset(name, config, split=hub_split)
         except (ImportError, OSError, ValueError, KeyError) as error:
-            raise InputError(f"{HUB}{name}: cannot be loaded from the hub: {error}") from error
+            if not Path(name).is_dir():
+                message = f"{HUB}{name}: cannot be loaded from the hub: {error}"
+                raise InputError(message) from error
+            file_name = self._file_name(split).replace(ANY_SUBJECT, "<subject>")
+            raise InputError(
+                f"{name}: no file {file_name}, and as a copy of a data set of the hub "
+                f"it cannot be loaded: {error}"
+            ) from error
         for number, row in enumerate(rows):
-            yield f"{HUB}{name}, split {split}, row {number}", self._completed(row)
+            yield f"{HUB}{name}, split {hub_split}, row {number}", self._completed(row)
 
 
 def _is_hub_folder(folder: Path) -> bool:

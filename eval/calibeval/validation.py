@@ -9,7 +9,7 @@ problem, or knows in which line each key stands, catches pydantic's error itself
             lines.append(f"{problem.place(places, path)}: {problem.describe()}")
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
@@ -170,10 +170,12 @@ def problems(error: ValidationError) -> list[Problem]:
     found: list[Problem] = []
     tried_before = False
     for details in error.errors(include_url=False):
-        if details["type"] == "too_short" and found:
+        location = details["loc"]
+        path = tuple(str(part) for part in location if part not in TRIED_TYPES)
+        if details["type"] == "too_short" and _has_problem_below(path, found):
             continue  # pydantic counts a list's right items alone: the wrong ones were told already
-        path = tuple(str(part) for part in details["loc"] if part not in TRIED_TYPES)
-        is_one_of_several = details["loc"][-1:] != () and details["loc"][-1] in TRIED_TYPES
+        # A rule of a whole model has no location.
+        is_one_of_several = bool(location) and location[-1] in TRIED_TYPES
         kind = kinds.get(details["type"], ProblemKind.VALUE)
         problem = Problem(kind, path, details["input"], _sentence(details))
         if is_one_of_several and tried_before and found[-1].path == path:
@@ -183,6 +185,11 @@ def problems(error: ValidationError) -> list[Problem]:
             found.append(problem)
         tried_before = is_one_of_several
     return found
+
+
+def _has_problem_below(path: tuple[str, ...], found: Sequence[Problem]) -> bool:
+    """Whether something in the list or mapping at a path is wrong itself."""
+    return any(problem.path[: len(path)] == path for problem in found)
 
 
 def _sentence(details: Any) -> str:

@@ -34,13 +34,13 @@ def test_an_over_confident_model_is_told_to_take_a_temperature(models):
     assert check.after["choices"].verdict == "over-confident"
     assert check.temperatures == pytest.approx((2, 2), rel=0.15)
     assert check.cooled_ece < 0.2 * check.after["choices"].ece.value
-    assert check.mended.high < 0
+    assert check.change_by_temperature.high < 0
     assert "no difference is shown" in check.sentences[0]
-    assert check.worsened["choices"].low > 0
-    size = f"({1000 * check.worsened['choices'].value:+.1f} [+"
+    assert check.change_by_tuning["choices"].low > 0
+    size = f"({1000 * check.change_by_tuning['choices'].value:+.1f} [+"
     assert f"The squared calibration error is higher than before {size}" in check.sentences[1]
     assert "95 of 100 calibrated models have less than" in check.sentences[1]
-    size = f"({1000 * check.mended.value:+.1f} [-"
+    size = f"({1000 * check.change_by_temperature.value:+.1f} [-"
     assert f"That lowers the squared calibration error {size}" in check.sentences[-3]
     assert f"less than {check.cooled_floor:.3f}." in check.sentences[-3]
     assert "Among the choices: fit a temperature on validation questions" in check.sentences[-1]
@@ -88,7 +88,7 @@ def test_one_run_and_several_tests_are_said(models):
 def test_verdicts_that_differ_without_a_shown_difference_blame_nobody(models):
     """It read "under-confident", "before not shown to be wrong" and "no difference"."""
     check = found(models, "calibrated", "sharp")
-    unclear = replace(check.worsened["choices"], low=-0.001, high=0.002)
+    unclear = replace(check.change_by_tuning["choices"], low=-0.001, high=0.002)
     sentence = diagnosis.error_sentence(
         check.before["choices"], check.after["choices"], unclear, "choices"
     )
@@ -118,8 +118,8 @@ def test_a_loss_of_accuracy_and_calibration_is_told_to_train_less(models):
     lost = replace(check.accuracy, value=-0.05, low=-0.06, high=-0.04)
     assert "first try to train less" in diagnosis.advice(replace(check, accuracy=lost))
     assert "train less" not in diagnosis.advice(check)
-    better = {name: replace(lost) for name in check.worsened}
-    improved = replace(check, accuracy=lost, worsened=better)
+    better = {name: replace(lost) for name in check.change_by_tuning}
+    improved = replace(check, accuracy=lost, change_by_tuning=better)
     assert "train less" not in diagnosis.advice(improved)
 
 
@@ -197,9 +197,9 @@ def test_smoothing_is_a_trial_and_never_for_the_choices(models, among_all_tokens
     """
     check = found(models, "calibrated", "sharp")
     reading = replace(check.after["choices"], verdict=among_all_tokens)
-    unmended = replace(check.mended, low=-1.0, high=1.0)
+    unmended = replace(check.change_by_temperature, low=-1.0, high=1.0)
     words = diagnosis.advice(
-        replace(check, mended=unmended, after={**check.after, "vocabulary": reading})
+        replace(check, change_by_temperature=unmended, after={**check.after, "vocabulary": reading})
     )
     assert (diagnosis.TRIAL in words) == is_tried
     assert ("do not smooth" in words) == (not is_tried)
@@ -207,7 +207,9 @@ def test_smoothing_is_a_trial_and_never_for_the_choices(models, among_all_tokens
     assert "mooth" not in among_choices
     assert "score more questions, if the task has more, else leave it" in among_choices
     alone = {"choices": check.after["choices"]}  # of texts, and at a temperature without a sidecar
-    assert diagnosis.TRIAL not in diagnosis.advice(replace(check, mended=unmended, after=alone))
+    assert diagnosis.TRIAL not in diagnosis.advice(
+        replace(check, change_by_temperature=unmended, after=alone)
+    )
 
 
 def test_the_trial_names_its_parts():
@@ -233,7 +235,7 @@ def test_a_model_that_is_all_right_is_checked_without_a_temperature(tmp_path, ca
     check = calibeval.check(path, path)
     assert check.after["choices"].ece.value == pytest.approx(1 - 7 / 9)
     assert check.temperatures is None
-    assert check.mended is None
+    assert check.change_by_temperature is None
     assert (
         "In one half of these questions no temperature is best, since NLL falls on towards 0 "
         "(20 of 20 answers are right)"

@@ -472,7 +472,9 @@ SHUFFLED = {**inspect_sample(1, "A", " B"), "scores": {"choice": {"answer": "C"}
 @pytest.mark.parametrize(
     ("sample", "expected"),
     [
-        (inspect_sample(1, "E", "A"), "substring not found"),
+        (inspect_sample(1, "E", "A"), "target is 'E', expected one of A, B, C"),
+        (inspect_sample(1, "", "A"), "target is '', expected one of A, B, C"),
+        (inspect_sample(1, "BC", "A"), "target is 'BC', expected one of A, B, C"),
         (inspect_sample(1, "A", "yes"), "none of its tokens is a choice's letter"),
         ({**inspect_sample(1, "A"), "choices": None}, "sample 1: TypeError"),
         (SHUFFLED, "answers B, C by its score: were the choices shuffled?"),

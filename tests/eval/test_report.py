@@ -352,6 +352,14 @@ def test_a_difference_is_paired_by_the_seeds_that_both_rows_have(beta, of_a, of_
     assert report.pair(a, b, "toy") == report.Pairing(*expected)
 
 
+def test_only_training_data_have_short_names():
+    """Another key with the same path as its value was shortened as well."""
+    setting = {"train_data": "data/a.jsonl", "eval_data": "data/a.jsonl"}
+    row = index.TableRow(setting, tuple(setting), {"data/a.jsonl": "a.jsonl"})
+    assert row.text("train_data") == "a.jsonl"
+    assert row.text("eval_data") == "data/a.jsonl"
+
+
 @pytest.fixture
 def differences(project):
     """The index's results and their table of differences."""
@@ -362,9 +370,10 @@ def differences(project):
 
 def test_differences_have_their_columns(differences):
     _, table = differences
-    assert table.heads_before == ["Model", "β", "Seeds"]
+    assert table.label_heads == ["Model", "β"]
     assert table.heads == ["Acc ↑", "NLL ↓", "MSCE × 1000 ↓"]
-    assert [line.cells_before[1:] for line in table.lines] == [["base", "1 − 2"], ["0.1", "2"]]
+    assert [line.labels[1:] for line in table.lines] == [["base"], ["0.1"]]
+    assert [line.seeds for line in table.lines] == ["1 − 2", "2"]
 
 
 @pytest.mark.parametrize(("place", "paired"), [(0, False), (1, True)])

@@ -11,7 +11,7 @@ import pytest
 from made_records import read_lines, write_lines, write_records
 
 import calibeval
-from calibeval import evaluations, measures, records, squared_error, stats
+from calibeval import evaluations, index, measures, records, squared_error, stats
 from calibeval.io import InputError
 from calibeval.measures import Sample, scores
 
@@ -380,6 +380,17 @@ def test_other_subjects_of_the_same_questions_are_not_resampled_alike(by_subject
     found = calibeval.compare(path, reordered, cluster="subject")["choices"]["nll"]
     assert found["low"] == pytest.approx(0, abs=1e-12)
     assert found["high"] == pytest.approx(0, abs=1e-12)
+
+
+def test_an_index_whose_files_name_other_subjects_is_told_so(by_subject, tmp_path):
+    """One file with too few subjects was resampled by question, and the option was blamed."""
+    path, _ = by_subject
+    renamed = [{**row, "subject": f"t{i % 4}"} for i, row in enumerate(read_lines(path))]
+    other = write_lines(tmp_path / "other.jsonl", renamed)
+    line = {"dataset": "toy", "label_smoothing": 0}
+    lines = [{**line, "records": file.name, "model": file.stem} for file in (path, other)]
+    with pytest.raises(InputError, match=r"other subjects \(12 and 4 of them\).*leave out"):
+        index.read(write_lines(tmp_path / "index.jsonl", lines), cluster="subject")
 
 
 def test_runs_that_were_resampled_otherwise_are_not_compared(by_subject):

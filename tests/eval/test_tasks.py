@@ -103,6 +103,30 @@ def test_hellaswag(shared_data):
     assert not examples & {question.id for question in subject.questions}
 
 
+def test_what_stands_beside_one_file_is_no_copy_of_a_data_set(tmp_path):
+    """A README.md beside the file made it ask for a file of the examples' split."""
+    row = {"activity_label": "Ski", "ctx": "A b", "endings": ["c", "d"], "label": 0}
+    rows = [{**row, "ind": number, "ctx": f"A {number}"} for number in range(3)]
+    path = write_lines(tmp_path / "hellaswag_val.jsonl", rows)
+    (tmp_path / "README.md").write_text("My notes.\n")
+    (subject,) = load("hellaswag", path, shots=1)
+    assert [example.id for example in subject.examples] == ["hellaswag/0"]
+    assert [question.id for question in subject.questions] == ["hellaswag/1", "hellaswag/2"]
+
+
+def test_a_folder_without_the_splits_file_is_told_which_file_is_missing(tmp_path):
+    """A README.md in it makes it what may be a copy of a data set of the hub."""
+    pytest.importorskip("datasets")
+    (tmp_path / "README.md").write_text("My notes.\n")
+    (tmp_path / "hellaswag_valid.jsonl").write_text("{}\n")
+    with pytest.raises(InputError) as raised:
+        load("hellaswag", tmp_path)
+    assert str(raised.value).startswith(
+        f"{tmp_path}: no file hellaswag_val.jsonl, and as a copy of a data set of the hub it "
+        "cannot be loaded: "
+    )
+
+
 def test_hellaswags_markers_are_taken_out():
     assert clean_markers("Ski: [header] How [title] Go  on. [step] Now") == "Ski: How. Go on. Now"
 
@@ -409,6 +433,17 @@ def test_a_file_is_chosen_by_language_without_a_configuration_too(tmp_path):
     (subject,) = load(str(task), tmp_path, language="de")
     assert len(subject.questions) == 1
     with pytest.raises(InputError, match="is by language; give --language"):
+        load(str(task), tmp_path)
+
+
+def test_a_subject_is_part_of_a_files_name_and_not_of_a_folders(tmp_path):
+    """The files were not found, and it was said that there was no folder named *."""
+    task = tmp_path / "own.yaml"
+    task.write_text("data: {files: '{{ subject }}/{{ split }}.jsonl'}\n")
+    (tmp_path / "a").mkdir()
+    write_lines(tmp_path / "a" / "test.jsonl", [SKY])
+    expected = "data.files is '{{ subject }}/{{ split }}.jsonl': expected {{ subject }} in the name"
+    with pytest.raises(InputError, match=re.escape(expected)):
         load(str(task), tmp_path)
 
 

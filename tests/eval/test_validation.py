@@ -1,9 +1,9 @@
 """One reader of pydantic's errors: the first as one line, or all with the places of their keys."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from calibeval.io import InputError
 from calibeval.validation import (
@@ -83,6 +83,24 @@ def test_every_problem_has_its_kind_and_path():
     ]
     (rule,) = problems_of({"name": "a", "count": 2})
     assert (rule.kind, rule.path) == (ProblemKind.RULE, ())
+
+
+class Lists(Strict):
+    name: str
+    first: Annotated[Seq[Positive], Field(min_length=1)]
+    second: Annotated[Seq[Positive], Field(min_length=1)]
+
+
+def test_a_list_that_is_too_short_is_told_beside_other_problems():
+    """It was left out wherever anything else was wrong before it."""
+    with pytest.raises(ValidationError) as raised:
+        Lists.model_validate({"name": 1, "first": [0], "second": []})
+    assert [(problem.key, problem.message) for problem in problems(raised.value)] == [
+        ("name", "expected a text"),
+        # Of a list with wrong items, only these: pydantic counts its right items alone.
+        ("first.0", "expected 1 or more"),
+        ("second", "expected 1 or more, found 0"),
+    ]
 
 
 def test_a_problem_stands_where_its_key_does_or_the_nearest_above():

@@ -62,7 +62,7 @@ class Job:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether each node goes on from the last, so that causal attention is enough."""
+        """Whether each node follows the one before it, so that causal attention is enough."""
         return all(len(node) == depth for depth, node in enumerate(self.nodes))
 
     @property
@@ -187,8 +187,11 @@ def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def prompt_limit(config: "PretrainedConfig") -> int | None:
-    """The most tokens of a prompt: the model's positions less one, which the answer takes.
+    """The most tokens of a prompt: the model's positions less one.
 
+    vLLM samples one token behind what is read, and takes the last position for it. transformers
+    leaves that one unused, since a limit that depended on the engine would change the prompts.
+    (Texts are kept one token shorter still: `prompts.ScoringMode.leaves_room_for_last_token`.)
     None where the model's positions have no limit, or its config calls it by another name than
     `max_position_embeddings`.
     """

@@ -189,26 +189,28 @@ class TransformersEngine:
 
     def _token_logprobs(self, batch: list[Answer]) -> Tensor:
         """The log-probability of each token of each branch of each job, one after the other."""
-        asked: list[tuple[int, int]] = []  # (the node's row in the job's logits, token)
+        asked: list[tuple[int, int]] = []  # (the node's place in the job's logits, token)
         counts = []  # of each job's tokens
         for job, _ in batch:
-            row_of_node = {node: row for row, node in enumerate(job.nodes)}
+            place_of_node = {node: place for place, node in enumerate(job.nodes)}
             for branch in job.branches:
-                for place, token in enumerate(branch):
-                    asked.append((row_of_node[branch[:place]], token))
+                for length, token in enumerate(branch):
+                    asked.append((place_of_node[branch[:length]], token))
             counts.append(sum(len(branch) for branch in job.branches))
         asked_of_job = self._to_device(torch.tensor(asked).T).split(counts, dim=1)
         logprobs = []
-        for (_, logits), (rows, tokens) in zip(batch, asked_of_job, strict=True):
+        for answer, asked_nodes_and_tokens in zip(batch, asked_of_job, strict=True):
+            nodes, tokens = asked_nodes_and_tokens
             # In double, logits that differ never round to equal log-probabilities.
-            normalizers = logits.double().logsumexp(dim=-1)
-            logprobs.append(logits[rows, tokens].double() - normalizers[rows])
+            normalizers = answer.logits.double().logsumexp(dim=-1)
+            logprobs.append(answer.logits[nodes, tokens].double() - normalizers[nodes])
         return torch.cat(logprobs)
 
     def _whole_or_by_choice(self, group: list[Job], longest: int) -> list[Job]:
-        """The group's jobs, each split into its choices where the model cannot read them as a tree.
+        """The group's jobs, each split into its choices where the model cannot read trees.
 
-        Choices that need no tree, such as letters of one token, are never split.
+        In a group without trees, as of letters of one token, no job is split. In another all are,
+        those that are no trees too: that costs time alone.
         """
         trees = [job for job in group if not job.is_chain]
         if not trees:
