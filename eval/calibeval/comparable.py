@@ -89,5 +89,5 @@ def _conditions(evaluation: Evaluation, wording: bool) -> dict[str, Any]:
         "shots": evaluation.shots,
         "prompts": evaluation.prompts_sha256 if wording else None,
         # The digest is of a prompt as it was before it was cut.
-        "truncated prompts": evaluation.truncated if wording else None,
+        "truncated prompts": evaluation.truncated_prompts if wording else None,
     }

@@ -16,7 +16,7 @@ import numpy as np
 
 from calibeval.evaluations import in_order
 from calibeval.io import InputError
-from calibeval.measures import SEED, scores
+from calibeval.measures import SEED, scores_of_records
 from calibeval.records import Records
 
 SCORE_DECIMALS = 12  # nonconformity scores that agree to so many are equal
@@ -97,7 +97,7 @@ def evaluate(
         raise InputError(f"{records.path}: 1 record, expected 2 or more to split")
     records = in_order(records)
     uniform = np.random.default_rng(SEED + 1).random(len(records))
-    choice_scores = nonconformity(scores(records, "choices").probs, score, uniform)
+    choice_scores = nonconformity(scores_of_records(records, "choices").probs, score, uniform)
     # ∞ marks a choice that the question lacks.
     choice_scores = np.where(np.isfinite(records.logprobs), choice_scores, np.inf)
     right_scores = choice_scores[np.arange(len(records)), records.labels]

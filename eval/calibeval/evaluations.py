@@ -15,10 +15,10 @@ question or, where clusters are resampled, a cluster. To add a cluster key, such
   there are (`Evaluation.clusters`) and a digest of each question's one, beside `subjects_sha256`,
   which `comparable.same_questions` compares. mypy names the functions of this module that do not
   know a name of `Cluster`.
-- Words: `stats.coverage_of`, `report._resampled`, the options of `__main__.add_cluster` and of
-  `__main__.summary_of_file`, and the pages that tell of `--cluster`.
+- Words: `stats.coverage_of`, `report._resampled`, the choices of `__main__.add_cluster`, and the
+  pages that tell of `--cluster`.
 
-Arrays by cluster number (`measures.resamples`) and `stats` know clusters by their numbers alone.
+`measures.resamples` and the intervals of `stats` know clusters by their numbers alone.
 To add a metric, see `calibeval.measures`.
 """
 
@@ -116,7 +116,7 @@ class Evaluation:
     chat_template: str | None = None  # SHA-256 of the template's text; None: not asked in a chat
     shots: int | None = None  # as `Records` has them
     subjects_sha256: str | None = None  # of each question's subject, in the order of the ids
-    truncated: int = 0  # how many questions lost the beginning of their prompt
+    truncated_prompts: int = 0  # how many lost their beginning, to fit the model
 
     @property
     def clusters(self) -> int | None:
@@ -244,9 +244,11 @@ def code_digest() -> str:
 
 def samples_of(records: Records) -> dict[Among, Sample]:
     """The questions under each definition of confidence that the records have."""
-    samples: dict[Among, Sample] = {"choices": Sample.observed(measures.scores(records, "choices"))}
+    samples: dict[Among, Sample] = {
+        "choices": Sample.observed(measures.scores_of_records(records, "choices"))
+    }
     if np.isfinite(records.letter_mass).all():
-        samples["vocabulary"] = Sample.observed(measures.scores(records, "vocabulary"))
+        samples["vocabulary"] = Sample.observed(measures.scores_of_records(records, "vocabulary"))
     return samples
 
 
@@ -304,7 +306,7 @@ def measure(
         chat_template=records.chat_template,
         shots=records.shots,
         subjects_sha256=_json_digest(records.subjects.tolist()),
-        truncated=records.truncated,
+        truncated_prompts=records.truncated_prompts,
     )
 
 

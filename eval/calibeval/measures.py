@@ -5,6 +5,9 @@ What the probability of a choice is, is one of two definitions of confidence:
 choices:    p_k = softmax of the choices' log-probabilities (the official way)
 vocabulary: p_k = exp(log-probability), what the model gives the letter among all its tokens
 
+The definition is called `among` in parameters and "among the choices" or "among all tokens" in
+print; *the confidence* by itself is a number, the probability of the likeliest choice.
+
 `Scores` holds N questions under one of them, and `Sample` R samples of these questions: the
 questions as they are, resamples of them, or simulated answers. A metric takes a `Sample` and
 returns one number for each of the R samples, (R,), so that a thousand resamples are computed
@@ -65,7 +68,7 @@ class Scores:
 
     Args:
         logprobs, labels: See the attributes.
-        bins: How many bins of equal width `Sample.bins` has.
+        bin_count: How many bins of equal width `Sample.bins` has.
 
     Attributes:
         logprobs: Natural log-probabilities (N, K), −∞ for a choice that the question lacks.
@@ -77,9 +80,9 @@ class Scores:
         right_logprob: Log-probability of the right choice, (N,).
     """
 
-    def __init__(self, logprobs: np.ndarray, labels: np.ndarray, bins: int = BINS):
+    def __init__(self, logprobs: np.ndarray, labels: np.ndarray, bin_count: int = BINS):
         rows = np.arange(len(labels))
-        self.bins = bins
+        self.bin_count = bin_count
         self.logprobs = logprobs
         self.labels = labels
         self.probs = np.exp(logprobs)
@@ -119,7 +122,7 @@ class Scores:
     @cached_property
     def equal_width(self) -> "Binning":
         """Bins of the confidence, with the inner edges 1/B, …, 1 − 1/B."""
-        return Binning(self.confidence, np.arange(1, self.bins) / self.bins, self.order)
+        return Binning(self.confidence, np.arange(1, self.bin_count) / self.bin_count, self.order)
 
     @cached_property
     def folded(self) -> "Binning":
@@ -128,8 +131,8 @@ class Scores:
         Inner edge i of B bins is the value in place round(i N / B) of all N in their order.
         """
         folded = np.maximum(self.confidence, 1 - self.confidence)
-        bins = max(1, len(folded) // QUESTIONS_PER_FOLDED_BIN)
-        places = np.round(np.arange(1, bins) * len(folded) / bins).astype(int)
+        bin_count = max(1, len(folded) // QUESTIONS_PER_FOLDED_BIN)
+        places = np.round(np.arange(1, bin_count) * len(folded) / bin_count).astype(int)
         return Binning(folded, np.sort(folded)[places])
 
     @cached_property
@@ -149,11 +152,11 @@ class EventScores(Scores):
     Args:
         p: The probabilities, (N,).
         came_true: Whether each answer was right, (N,) bool.
-        bins: How many bins of equal width `Sample.bins` has.
+        bin_count: How many bins of equal width `Sample.bins` has.
     """
 
-    def __init__(self, p: np.ndarray, came_true: np.ndarray, bins: int = BINS):
-        self.bins = bins
+    def __init__(self, p: np.ndarray, came_true: np.ndarray, bin_count: int = BINS):
+        self.bin_count = bin_count
         self.labels = np.where(came_true, 0, 1)
         self.probs = p[:, None]
         self.best = np.zeros(len(p), int)
@@ -169,7 +172,7 @@ class EventScores(Scores):
         return (self.confidence - self.correct) ** 2
 
 
-def scores(records: Records, among: Among) -> Scores:
+def scores_of_records(records: Records, among: Among) -> Scores:
     """Return the records' questions under a definition of confidence, "choices" or "vocabulary"."""
     logprobs = records.logprobs
     if among == "choices":

@@ -3,7 +3,8 @@
     letters       the choices are lettered in the prompt, and log P of " A", " B", … follows it:
                   hendrycks/test's evaluate.py, byte for byte
     continuation  log P of each choice's own text after the context: lm-evaluation-harness's
-                  hellaswag, arc_* and mmlu_*_continuation
+                  hellaswag, arc_* and mmlu_*_continuation. Pages and messages say "texts". The
+                  text that is scored is an *ending*: the choice, or another that the task gives
 
 In a chat (`calibeval.chat`) the same texts are turns, and the answer, which begins the assistant's
 turn, has no space before it; the header is lm-evaluation-harness's.
@@ -15,7 +16,7 @@ To add a way of scoring:
   what a record of it must have;
 - give it a header, in `task_files.HeaderTemplates`, `questions.Headers` and `tasks._Reader`;
 - look at what else asks whether a scoring is "letters" or "continuation": `scoring.make_record` and
-  `records.joined` (the letters' mass), `tasks.normalization` and `comparable.same_normaliser`
+  `records.joined` (the letters' mass), `tasks.normaliser_of` and `comparable.same_normaliser`
   (lengths that texts are divided by), `scaling.scaled` (letters' probabilities sum to 1 again),
   `tasks._Reader._refuse_options_without_use`, and the summary of `__main__`.
 """
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from calibeval.chat import PARAGRAPH, ChatFormat, Exchange
 from calibeval.io import InputError
 from calibeval.questions import LETTERS, Question, Subject
-from calibeval.request import Normalization, ScoringName
+from calibeval.request import Normaliser, ScoringName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,7 +143,7 @@ class ScoringMode(ABC):
 
     @staticmethod
     @abstractmethod
-    def record_fields(prompt: Prompt, normalise: Normalization) -> dict[str, Any]:
+    def record_fields(prompt: Prompt, normalise: Normaliser) -> dict[str, Any]:
         """What a question's record holds because it was asked in this way."""
 
     def adds_start_token(self, prompts: Sequence[Prompt]) -> bool:
@@ -221,7 +222,7 @@ class LetterScoring(ScoringMode):
         return self._letters[key]
 
     @staticmethod
-    def record_fields(prompt: Prompt, normalise: Normalization) -> dict[str, Any]:
+    def record_fields(prompt: Prompt, normalise: Normaliser) -> dict[str, Any]:
         """Nothing: this is what a record that does not say otherwise is of."""
         return {}
 
@@ -281,7 +282,7 @@ class ContinuationScoring(ScoringMode):
         return tokenized
 
     @staticmethod
-    def record_fields(prompt: Prompt, normalise: Normalization) -> dict[str, Any]:
+    def record_fields(prompt: Prompt, normalise: Normaliser) -> dict[str, Any]:
         """The texts' lengths, by which their log-probabilities may be divided.
 
         They leave out the space before a text, and what a chat's template begins the answer with,

@@ -110,7 +110,7 @@ class Records:
     # The examples that were wanted before each question, of which a prompt that would not fit has
     # fewer; without a sidecar that says so, the most that any has. None where nobody knows.
     shots: int | None = None
-    truncated: int = 0  # how many questions lost the beginning of their prompt
+    truncated_prompts: int = 0  # how many lost their beginning, to fit the model
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -177,7 +177,7 @@ def joined(
     prompts: list[str | None] = []
     subjects: list[str] = []
     most_shots: int | None = None
-    truncated = 0
+    truncated_prompts = 0
     for where, row in rows:
         first = first or row
         if row.id in place_of_id:
@@ -197,7 +197,7 @@ def joined(
         if row.shots is not None:
             most_shots = max(row.shots, most_shots or 0)
         if row.truncated:
-            truncated += 1
+            truncated_prompts += 1
     if first is None:
         raise InputError(f"{path}: no records")
     return Records(
@@ -213,7 +213,7 @@ def joined(
         subjects=np.array(subjects, object),
         chat_template=first.chat_template,
         shots=most_shots,
-        truncated=truncated,
+        truncated_prompts=truncated_prompts,
     )
 
 

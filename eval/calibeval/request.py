@@ -23,7 +23,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from calibeval import task_files
-from calibeval.task_files import Normalization, ScoringName
+from calibeval.task_files import Normaliser, ScoringName
 from calibeval.validation import Natural, Positive, Seq, Strict, Text, checked
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "EngineOptions",
     "FewShotForm",
     "Natural",
-    "Normalization",
+    "Normaliser",
     "Positive",
     "Precision",
     "Request",

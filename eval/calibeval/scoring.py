@@ -34,7 +34,7 @@ from calibeval.questions import Question, Subject
 from calibeval.records import RawRecord, Records
 from calibeval.request import (
     EngineOptions,
-    Normalization,
+    Normaliser,
     Request,
     ResolvedTask,
     ScoringName,
@@ -42,7 +42,7 @@ from calibeval.request import (
     checked,
 )
 from calibeval.store import Store, earlier_settings, part_of
-from calibeval.tasks import load, normalization, resolved
+from calibeval.tasks import load, normaliser_of, resolved
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ class Item:
     prompt: Prompt
     job: Job
     scoring: ScoringName
-    normalise: Normalization
+    normalise: Normaliser
     truncated: int  # tokens cut from the left
 
     @property
@@ -331,7 +331,7 @@ def _tokens_digest(items: Iterable[Item]) -> str:
     """SHA-256 of all token ids that the model reads or is asked about."""
     total = hashlib.sha256()
     for item in items:
-        for tokens in (item.job.tokens, *item.job.branches):
+        for tokens in (item.job.context, *item.job.branches):
             total.update(f"{len(tokens)} ".encode())
             total.update(np.array(tokens, "<u4").tobytes())
     return total.hexdigest()
@@ -372,7 +372,7 @@ def fit_prompts(
     task = resolved(task)
     chat_format = chat.of_task(task, tokenizer)
     mode = SCORING_MODES[task.scoring](tokenizer, chat_format)
-    normalise = normalization(task)
+    normalise = normaliser_of(task)
     pending = _candidates(subjects, task)
     items: dict[int, Item] = {}
     while pending:
@@ -475,7 +475,7 @@ def make_record(item: Item, logprobs: list[float]) -> RawRecord:
 
 def print_summary(of: Records) -> None:
     """Print what came out; warn where the letters are not what is meant."""
-    sample = measures.Sample.observed(measures.scores(of, "choices"))
+    sample = measures.Sample.observed(measures.scores_of_records(of, "choices"))
     texts = [f"{name} {measures.METRICS[name](sample)[0]:.4f}" for name in measures.SUMMARY]
     print(f"{counted(len(of), 'question')}: {', '.join(texts)}", file=sys.stderr)
     letter_mass = of.letter_mass.mean()  # of texts NaN, which is not below

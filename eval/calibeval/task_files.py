@@ -32,7 +32,7 @@ EXPRESSION = re.compile(r"\s*\{\{(?P<expression>(?:(?!\}\}|\{\{).)*)\}\}\s*", re
 
 ScoringName = Literal["letters", "continuation"]
 # By what the log-probability of a choice's text is divided; "sum" divides by nothing.
-Normalization = Literal["sum", "bytes", "characters"]
+Normaliser = Literal["sum", "bytes", "characters"]
 
 
 def clean_markers(text: str) -> str:
@@ -301,7 +301,7 @@ class TaskFile(_TemplatesInside):
     headers: HeaderTemplates = HeaderTemplates()
     scoring: ScoringName = "letters"
     """The convention of the task's users."""
-    normalise: Normalization = "sum"
+    normalise: Normaliser = "sum"
     """By what texts' log-probabilities are divided."""
     shots: Annotated[int, Field(ge=0)] | None = None
     """Few-shot examples; 5, by continuation 0, unless given."""

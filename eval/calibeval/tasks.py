@@ -15,7 +15,7 @@ from calibeval import task_files
 from calibeval.io import InputError, counted, json_lines, read_text
 from calibeval.prompts import SCORING_MODES
 from calibeval.questions import Headers, Question, Subject, questions_from_rows
-from calibeval.request import Normalization, ResolvedTask, Task
+from calibeval.request import Normaliser, ResolvedTask, Task
 from calibeval.task_files import FILLING_ERRORS, TaskFile, Template, UnknownColumn
 from calibeval.validation import did_you_mean
 
@@ -112,7 +112,7 @@ def resolved(task: Task) -> ResolvedTask:
     return ResolvedTask(**{**dict(task), "scoring": scoring, "shots": shots})
 
 
-def normalization(task: Task) -> Normalization:
+def normaliser_of(task: Task) -> Normaliser:
     """How the task's users compare the choices' log-probabilities."""
     if resolved(task).scoring == "continuation":
         return task_files.read(task.task).normalise

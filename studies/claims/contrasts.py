@@ -246,7 +246,7 @@ def _with_normalized_logits(path: Path, state: FileState) -> evaluations.Evaluat
     contrasts and is measured once for each `state` of its file, which a new temperature changes.
     """
     observed = evaluations.in_order(read_records(path))
-    scores = measures.scores(observed, "choices")
+    scores = measures.scores_of_records(observed, "choices")
     centered = observed.logprobs - observed.logprobs.mean(1, keepdims=True)
     # Where all choices are equally likely, the norm is 0 and the confidence shall be 0.
     scores.confidence = centered.max(1) / np.maximum(np.linalg.norm(centered, axis=1), 1e-12)

@@ -99,7 +99,7 @@ def test_the_tasks_conventions(task, asked, scoring_mode, normalise, shots):
     task = Task(task=task, data="d", scoring=asked)
     assert tasks.resolved(task).scoring == scoring_mode
     assert tasks.resolved(task).shots == shots
-    assert tasks.normalization(task) == normalise
+    assert tasks.normaliser_of(task) == normalise
 
 
 def test_texts_asked_by_letters(arc, score):

@@ -210,7 +210,7 @@ def assert_same_tokens(task: Task, model: Any, pairs: list[Pair]) -> None:
     for item in items:
         for branch in item.job.branches:
             context, ending = model._encode_pair(*next(expected))
-            assert [*item.job.tokens, *branch] == [*context, *ending]
+            assert [*item.job.context, *branch] == [*context, *ending]
             if item.scoring == "continuation":
                 assert list(branch) == ending
 

@@ -105,7 +105,7 @@ def computed_tokens(monkeypatch):
     answer = TransformersEngine._answer
 
     def counting(engine, jobs, prefix):
-        lengths = [len(job.tokens) - prefix.length + len(job.nodes) - 1 for job in jobs]
+        lengths = [len(job.context) - prefix.length + len(job.nodes) - 1 for job in jobs]
         counts.append(sum(lengths))
         return answer(engine, jobs, prefix)
 
@@ -164,8 +164,8 @@ def test_questions_behind_a_prefix_agree_with_whole_prompts(saved_model, kind, c
         answers = [answer for batch in engine.batches([group]) for answer in batch]
         assert sorted(job.index for job, _ in answers) == list(range(7))
         for job, logits in answers:
-            whole = logits_of(engine, job.tokens + job.nodes[-1])
-            assert torch.allclose(logits, whole[len(job.tokens) - 1 :], atol=2e-4, rtol=1e-3)
+            whole = logits_of(engine, job.context + job.nodes[-1])
+            assert torch.allclose(logits, whole[len(job.context) - 1 :], atol=2e-4, rtol=1e-3)
     if KINDS[kind].shares_prefixes:
         all_tokens = sum(job.length for group in questions_by_letters() for job in group)
         assert sum(computed_tokens) < 0.8 * all_tokens
@@ -180,15 +180,15 @@ def test_choices_as_a_tree_agree_with_whole_prompts(saved_model, kind, computed_
     scores = dict(engine.score([jobs]))
     for job in jobs:
         for branch, score in zip(job.branches, scores[job.index], strict=True):
-            logprobs = logits_of(engine, job.tokens + branch).log_softmax(-1)
-            places = range(len(job.tokens) - 1, len(job.tokens) - 1 + len(branch))
+            logprobs = logits_of(engine, job.context + branch).log_softmax(-1)
+            places = range(len(job.context) - 1, len(job.context) - 1 + len(branch))
             expected = sum(
                 logprobs[place, token].item() for place, token in zip(places, branch, strict=True)
             )
             assert score == pytest.approx(expected, abs=2e-4)
     assert bool(engine.reads_trees) is KINDS[kind].reads_trees
     if KINDS[kind].reads_trees:
-        all_tokens = sum(len(job.tokens + branch) for job in jobs for branch in job.branches)
+        all_tokens = sum(len(job.context + branch) for job in jobs for branch in job.branches)
         behind_the_trial = computed_tokens[2:]  # the first question is asked in both ways
         assert sum(behind_the_trial) < all_tokens / 3
 

@@ -13,7 +13,7 @@ from made_records import read_lines, write_lines, write_records
 import calibeval
 from calibeval import evaluations, index, measures, records, squared_error, stats
 from calibeval.io import InputError
-from calibeval.measures import Sample, scores
+from calibeval.measures import Sample, scores_of_records
 
 
 def difference(metric: str, a: evaluations.Evaluation, b: evaluations.Evaluation) -> stats.Estimate:
@@ -388,7 +388,7 @@ def test_an_index_whose_files_name_other_subjects_is_told_so(by_subject, tmp_pat
     renamed = [{**row, "subject": f"t{i % 4}"} for i, row in enumerate(read_lines(path))]
     other = write_lines(tmp_path / "other.jsonl", renamed)
     line = {"dataset": "toy", "label_smoothing": 0}
-    lines = [{**line, "records": file.name, "model": file.stem} for file in (path, other)]
+    lines = [{**line, "records": str(file), "model": file.stem} for file in (path, other)]
     with pytest.raises(InputError, match=r"other subjects \(12 and 4 of them\).*leave out"):
         index.read(write_lines(tmp_path / "index.jsonl", lines), cluster="subject")
 
@@ -631,7 +631,7 @@ def test_the_whole_command_stays_small(tmp_path):
 def test_square_draws_read_what_they_say_they_read(tmp_path):
     """With the gaps as observed, A + B + D is T of the resample, but for (n_b − 1) / n_b."""
     made = records.read(write_records(tmp_path / "a.jsonl", n=3000, sharpness=1.5))
-    of = scores(made, "choices")
+    of = scores_of_records(made, "choices")
     counts = np.random.default_rng(1).multinomial(3000, np.full(3000, 1 / 3000), 50).astype(float)
     observed = Sample.observed(of).bins
     resampled = Sample.resampled(of, counts).bins

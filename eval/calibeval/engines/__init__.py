@@ -43,7 +43,7 @@ class Job:
     """One question for an engine: the context's tokens, and those of each choice."""
 
     index: int
-    tokens: Tokens
+    context: Tokens
     branches: tuple[Tokens, ...]
 
     @cached_property
@@ -71,7 +71,7 @@ class Job:
 
         A choice's last token is not read, since nothing is asked of what follows it.
         """
-        return len(self.tokens) + max(len(node) for node in self.nodes)
+        return len(self.context) + max(len(node) for node in self.nodes)
 
 
 class Engine(Protocol):

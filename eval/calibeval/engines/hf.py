@@ -164,7 +164,7 @@ class TransformersEngine:
                 continue
             prefix = self._read_prefix(group)
             # Questions of one length beside each other need the least padding.
-            ordered = sorted(group, key=lambda job: len(job.tokens) + len(job.nodes))
+            ordered = sorted(group, key=lambda job: len(job.context) + len(job.nodes))
             for batch in self._split(ordered, prefix):
                 if not all(job.index in skip for job in batch):
                     yield self._answer(batch, prefix)
@@ -246,7 +246,7 @@ class TransformersEngine:
         most_nodes = 0
         for job in jobs:
             most_nodes = max(most_nodes, len(job.nodes))
-            width = len(job.tokens) - prefix.length + len(job.nodes) - 1
+            width = len(job.context) - prefix.length + len(job.nodes) - 1
             if batch and not self._has_room(len(batch) + 1, width, most_nodes, prefix):
                 yield batch
                 batch = []
@@ -271,11 +271,11 @@ class TransformersEngine:
         if len(group) == 1:
             return Prefix()
         # A job's last token stays out of the prefix: its logits are what the job asks for.
-        shortest = min(len(job.tokens) for job in group)
-        length = min(common_prefix([job.tokens for job in group]), shortest - 1)
+        shortest = min(len(job.context) for job in group)
+        length = min(common_prefix([job.context for job in group]), shortest - 1)
         if not length:
             return Prefix()
-        tokens = torch.tensor([group[0].tokens[:length]], device=self.device)
+        tokens = torch.tensor([group[0].context[:length]], device=self.device)
         with self._output_layer_at(torch.tensor([[0]], device=self.device)):
             cache = self.forward(input_ids=tokens, use_cache=True).get("past_key_values")
         layers = getattr(cache, "layers", [cache])

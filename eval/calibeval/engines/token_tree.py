@@ -58,7 +58,7 @@ def lay_out(jobs: Sequence[Job], prefix_length: int) -> Layout:
 
 def _row(job: Job, prefix_length: int) -> Tokens:
     """The job's context without the prefix, and a node's last token for each node but ()."""
-    return job.tokens[prefix_length:] + tuple(node[-1] for node in job.nodes[1:])
+    return job.context[prefix_length:] + tuple(node[-1] for node in job.nodes[1:])
 
 
 def _place_trees(jobs: Sequence[Job], prefix_length: int, positions: Tensor) -> Tensor:
@@ -68,11 +68,11 @@ def _place_trees(jobs: Sequence[Job], prefix_length: int, positions: Tensor) -> 
     visible = causal[None].repeat(batch_size, 0)
     for row, job in enumerate(jobs):
         ancestors = _ancestors(job)
-        start = len(job.tokens) - prefix_length - 1  # place of node (): the context's last token
+        start = len(job.context) - prefix_length - 1  # place of node (): the context's last token
         end = start + len(ancestors)
         visible[row, start:end, start:end] = ancestors
         depths = torch.from_numpy(ancestors.sum(1)) - 1
-        positions[row, start:end] = len(job.tokens) - 1 + depths
+        positions[row, start:end] = len(job.context) - 1 + depths
         # A wide tree's padding would lie beyond the positions that a model has.
         positions[row, end:] = 0
     return torch.from_numpy(visible)
@@ -92,7 +92,7 @@ def _ancestors(job: Job) -> NDArray[np.bool_]:
 
 def separate_choices(job: Job) -> list[Job]:
     """A job for each choice, for models that cannot read a tree."""
-    return [Job(job.index, job.tokens, (branch,)) for branch in dict.fromkeys(job.branches)]
+    return [Job(job.index, job.context, (branch,)) for branch in dict.fromkeys(job.branches)]
 
 
 def common_prefix(rows: Sequence[Tokens]) -> int:

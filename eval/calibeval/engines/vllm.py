@@ -110,13 +110,13 @@ class VllmEngine:
             if _has_choices_of_one_token(job):
                 # One prompt, and the log-probability of all tokens that may follow it.
                 tokens = sorted({token for (token,) in job.branches})
-                prompts.append(job.tokens)
+                prompts.append(job.context)
                 sampling_params.append(self._sampling_params(tokens))
             else:
                 # A prompt for each choice, up to its last token, which may follow it. It is read
                 # whole: vLLM takes nothing from its cache whose log-probabilities are asked for.
                 for branch in job.branches:
-                    prompts.append(job.tokens + branch[:-1])
+                    prompts.append(job.context + branch[:-1])
                     sampling_params.append(self._sampling_params(branch[-1:], prompt_logprobs=0))
         outputs = iter(
             self.llm.generate(
