@@ -12,7 +12,7 @@ from calibeval import evaluations, stats
 from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import Cluster, Evaluation
 from calibeval.io import InputError
-from calibeval.measures import METRICS, Among
+from calibeval.measures import METRICS, ConfidenceDefinition
 from calibeval.records import Records
 from calibeval.stats import Estimate
 
@@ -106,7 +106,7 @@ def compare(
 
 
 def _compare_metric(
-    evaluation_a: Evaluation, evaluation_b: Evaluation, metric: str, among: Among
+    evaluation_a: Evaluation, evaluation_b: Evaluation, metric: str, among: ConfidenceDefinition
 ) -> Comparison:
     difference = stats.difference([evaluation_a], [evaluation_b], metric, among)
     return {
@@ -120,7 +120,9 @@ def _compare_metric(
     }
 
 
-def reliability(records: RecordsLike, confidence: Among = "choices") -> dict[str, list[float]]:
+def reliability(
+    records: RecordsLike, confidence: ConfidenceDefinition = "choices"
+) -> dict[str, list[float]]:
     """What a reliability diagram shows: bins, and curves with bands; see `evaluations.reliability`.
 
     `confidence` is "choices", or "vocabulary" where the records have it; else `InputError`.

@@ -25,7 +25,7 @@ from calibeval import records as record_files
 from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import SIGNIFICANCE, Evaluation
 from calibeval.io import InputError, atomic_write, counted
-from calibeval.measures import AMONG_WORDS, Among
+from calibeval.measures import AMONG_WORDS, ConfidenceDefinition
 from calibeval.records import Records
 from calibeval.stats import Estimate
 from calibeval.tasks import splits_of
@@ -103,10 +103,10 @@ class Check:
         sentences: What all this means, to be printed one after another.
     """
 
-    before: dict[Among, Reading]
-    after: dict[Among, Reading]
+    before: dict[ConfidenceDefinition, Reading]
+    after: dict[ConfidenceDefinition, Reading]
     accuracy: Estimate
-    change_by_tuning: dict[Among, Estimate]
+    change_by_tuning: dict[ConfidenceDefinition, Estimate]
     letter_masses: tuple[float | None, float | None]
     temperatures: tuple[float, float] | None
     cooled_ece: float | None
@@ -117,7 +117,7 @@ class Check:
     sentences: list[str]
 
     @property
-    def worsened(self) -> dict[Among, Estimate]:
+    def worsened(self) -> dict[ConfidenceDefinition, Estimate]:
         """What `change_by_tuning` was called until 0.1."""
         _warn_of_former_field("worsened", "change_by_tuning")
         return self.change_by_tuning
@@ -247,9 +247,9 @@ def cross_fitted(answers: Records) -> tuple[Records, tuple[float, float]]:
     return cooled, (temperatures[0], temperatures[1])
 
 
-def readings(evaluation: Evaluation) -> dict[Among, Reading]:
+def readings(evaluation: Evaluation) -> dict[ConfidenceDefinition, Reading]:
     """How a model errs, under each definition of confidence that its records have."""
-    by_confidence: dict[Among, Reading] = {}
+    by_confidence: dict[ConfidenceDefinition, Reading] = {}
     for among in evaluation.confidences:
         ece = stats.estimate([evaluation], "ece", among)
         surplus = stats.estimate([evaluation], "ece_signed", among)
@@ -304,7 +304,7 @@ def accuracy_sentence(change: Estimate, base: Evaluation, tuned: Evaluation) -> 
 
 
 def error_sentence(
-    before: Reading | None, after: Reading, change: Estimate | None, among: Among
+    before: Reading | None, after: Reading, change: Estimate | None, among: ConfidenceDefinition
 ) -> str:
     """How the tuned model errs under one definition of confidence, and how it erred before.
 

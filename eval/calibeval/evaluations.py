@@ -46,14 +46,14 @@ from calibeval.measures import (
     METRICS,
     WITH_FLOOR,
     WITH_INTERVAL,
-    Among,
+    ConfidenceDefinition,
     Metric,
     Sample,
 )
 from calibeval.records import Records
 from calibeval.squared_error import SquareDraws
 
-CONFIDENCES: tuple[Among, ...] = get_args(Among)
+CONFIDENCES: tuple[ConfidenceDefinition, ...] = get_args(ConfidenceDefinition)
 RESAMPLES = 1000  # of the questions, for intervals
 SIMULATIONS = 499  # of calibrated answers, for floors and p-values
 BAND_SAMPLES = 199  # for the bands of a reliability curve
@@ -98,18 +98,20 @@ class Evaluation:
     questions_sha256: str  # of the ids and right answers, whatever their order
     prompts_sha256: str | None  # of what each was asked with, if the records say
     letter_mass: float | None
-    confidences: tuple[Among, ...]  # the definitions of confidence that the records have
+    confidences: tuple[ConfidenceDefinition, ...]  # those that the records have
     # {definition of confidence: {curve: its points}}, as the function `reliability` returns it.
-    reliability: dict[Among, dict[str, list]]
+    reliability: dict[ConfidenceDefinition, dict[str, list]]
     # {definition of confidence: {metric: …}} from here on.
-    values: dict[Among, dict[str, float | None]]
-    floor_tests: dict[Among, dict[str, FloorTest]]  # of metrics that have a floor
+    values: dict[ConfidenceDefinition, dict[str, float | None]]
+    floor_tests: dict[ConfidenceDefinition, dict[str, FloorTest]]  # of metrics that have a floor
     # Of metrics that have an interval: (R,) of R resamples.
-    draws: dict[Among, dict[str, np.ndarray]] = field(repr=False)
+    draws: dict[ConfidenceDefinition, dict[str, np.ndarray]] = field(repr=False)
     # Of metrics that are compared by their squares.
-    squares: dict[Among, dict[str, SquareDraws]] = field(repr=False)
+    squares: dict[ConfidenceDefinition, dict[str, SquareDraws]] = field(repr=False)
     # Of metrics that have an interval: (U,), as the function `unit_values` returns them.
-    unit_values: dict[Among, dict[str, np.ndarray]] = field(repr=False, default_factory=dict)
+    unit_values: dict[ConfidenceDefinition, dict[str, np.ndarray]] = field(
+        repr=False, default_factory=dict
+    )
     # `measure` always gives the following; the defaults serve evaluations that are made by hand.
     subjects: int = 1  # how many the questions are of
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
@@ -215,8 +217,8 @@ def _from_json(content: dict[str, Any], path: Path) -> Evaluation:
 
 
 def _of_each_metric(
-    convert: Callable[[Any], T], by_confidence: Mapping[Among, Mapping[str, Any]]
-) -> dict[Among, dict[str, T]]:
+    convert: Callable[[Any], T], by_confidence: Mapping[ConfidenceDefinition, Mapping[str, Any]]
+) -> dict[ConfidenceDefinition, dict[str, T]]:
     """Values by confidence and then by metric, each converted."""
     return {
         among: {metric: convert(value) for metric, value in by_metric.items()}
@@ -242,9 +244,9 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def samples_of(records: Records) -> dict[Among, Sample]:
+def samples_of(records: Records) -> dict[ConfidenceDefinition, Sample]:
     """The questions under each definition of confidence that the records have."""
-    samples: dict[Among, Sample] = {
+    samples: dict[ConfidenceDefinition, Sample] = {
         "choices": Sample.observed(measures.scores_of_records(records, "choices"))
     }
     if np.isfinite(records.letter_mass).all():
@@ -275,8 +277,8 @@ def measure(
     clusters = None if cluster is None else _cluster_numbers(records, cluster)
     observed = samples_of(records)
     draws, squares = resampled_metrics(observed, clusters, metrics)
-    curves: dict[Among, dict[str, list]] = {}
-    tests: dict[Among, dict[str, FloorTest]] = {}
+    curves: dict[ConfidenceDefinition, dict[str, list]] = {}
+    tests: dict[ConfidenceDefinition, dict[str, FloorTest]] = {}
     if metrics is None:
         curves = _of_each(lambda sample: reliability(sample, clusters), observed)
         tests = _of_each(lambda sample: floor_tests(sample, tuple(WITH_FLOOR)), observed)
@@ -328,7 +330,9 @@ def _cluster_numbers(records: Records, cluster: Cluster) -> np.ndarray:
     return subject_of
 
 
-def _of_each(work: Callable[[Sample], T], samples: Mapping[Among, Sample]) -> dict[Among, T]:
+def _of_each(
+    work: Callable[[Sample], T], samples: Mapping[ConfidenceDefinition, Sample]
+) -> dict[ConfidenceDefinition, T]:
     """What `work` makes of each sample; side by side where the questions are many."""
     questions = max(len(sample.scores.labels) for sample in samples.values())
     if questions < PARALLEL_QUESTIONS:
@@ -391,10 +395,13 @@ def finite(value: float) -> float | None:
 
 
 def resampled_metrics(
-    observed: Mapping[Among, Sample],
+    observed: Mapping[ConfidenceDefinition, Sample],
     clusters: np.ndarray | None = None,
     metrics: Collection[str] | None = None,
-) -> tuple[dict[Among, dict[str, np.ndarray]], dict[Among, dict[str, SquareDraws]]]:
+) -> tuple[
+    dict[ConfidenceDefinition, dict[str, np.ndarray]],
+    dict[ConfidenceDefinition, dict[str, SquareDraws]],
+]:
     """Metrics over RESAMPLES resamples of the questions, by definition of confidence and by metric.
 
     These are every metric that has an interval, (R,), and the draws of those that are compared by
@@ -402,14 +409,14 @@ def resampled_metrics(
     as a whole; `metrics` the names of those that are wanted, by default all.
     """
     with_interval = _wanted(WITH_INTERVAL, metrics)
-    chunks: dict[Among, list[_Chunk]] = {among: [] for among in observed}
+    chunks: dict[ConfidenceDefinition, list[_Chunk]] = {among: [] for among in observed}
     (questions,) = {len(sample.scores.labels) for sample in observed.values()}
     for counts in measures.resamples(questions, RESAMPLES, clusters):
         resample = partial(_resampled_chunk, counts, with_interval)
         for among, chunk in _of_each(resample, observed).items():
             chunks[among].append(chunk)
-    draws: dict[Among, dict[str, np.ndarray]] = {}
-    squares: dict[Among, dict[str, SquareDraws]] = {}
+    draws: dict[ConfidenceDefinition, dict[str, np.ndarray]] = {}
+    squares: dict[ConfidenceDefinition, dict[str, SquareDraws]] = {}
     for among, sample in observed.items():
         draws[among] = {
             name: np.concatenate([chunk.draws[name] for chunk in chunks[among]])

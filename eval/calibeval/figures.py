@@ -15,7 +15,7 @@ import numpy as np
 
 from calibeval.index import Results, TableRow
 from calibeval.io import atomic_write
-from calibeval.measures import AMONG_WORDS, MAIN_ERROR, METRICS, Among
+from calibeval.measures import AMONG_WORDS, MAIN_ERROR, METRICS, ConfidenceDefinition
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,9 +119,11 @@ def _file_name(data_set: str) -> str:
     return f"{name[:FILE_NAME_LENGTH]}-{digest[:12]}"
 
 
-def _rows_by_confidence(rows: Sequence[TableRow], data_set: str) -> dict[Among, list[TableRow]]:
+def _rows_by_confidence(
+    rows: Sequence[TableRow], data_set: str
+) -> dict[ConfidenceDefinition, list[TableRow]]:
     """The rows that have each definition of confidence, in the order in which they come up."""
-    rows_with: dict[Among, list[TableRow]] = {}
+    rows_with: dict[ConfidenceDefinition, list[TableRow]] = {}
     for row in rows:
         evaluations = row.evaluations_of(data_set)
         for among in AMONG_WORDS:
@@ -145,7 +147,7 @@ def _canvas(height: float) -> "Canvas":
     return Figure(figsize=size, layout="constrained")
 
 
-def mean_curves(row: TableRow, data_set: str, among: Among) -> dict[str, np.ndarray]:
+def mean_curves(row: TableRow, data_set: str, among: ConfidenceDefinition) -> dict[str, np.ndarray]:
     """Return the mean over seeds of a row's reliability curves and bands, where all have them.
 
     `count` is the sum over seeds of each bin's answers.
@@ -163,7 +165,9 @@ def mean_curves(row: TableRow, data_set: str, among: Among) -> dict[str, np.ndar
     return means
 
 
-def reliability_diagrams(rows: Sequence[TableRow], data_set: str, among: Among) -> "Canvas":
+def reliability_diagrams(
+    rows: Sequence[TableRow], data_set: str, among: ConfidenceDefinition
+) -> "Canvas":
     """Return a figure with one diagram a row of the table."""
     across = min(PANELS_ACROSS, max(len(rows), 3))
     down = math.ceil(len(rows) / across)
@@ -210,7 +214,7 @@ def draw_curves(axis: "Axes", curves: dict[str, np.ndarray], shade: tuple[float,
     axis.axhline(0, color=INK, lw=0.6)
 
 
-def _title_values(row: TableRow, data_set: str, among: Among) -> str:
+def _title_values(row: TableRow, data_set: str, among: ConfidenceDefinition) -> str:
     """What a panel's title says of a row: the main error, and below it the other metrics."""
     texts = []
     for metric in PANEL_METRICS:
@@ -221,7 +225,7 @@ def _title_values(row: TableRow, data_set: str, among: Among) -> str:
 
 
 def error_over_beta(
-    rows: Sequence[TableRow], data_set: str, rows_with: dict[Among, list[TableRow]]
+    rows: Sequence[TableRow], data_set: str, rows_with: dict[ConfidenceDefinition, list[TableRow]]
 ) -> "Canvas":
     """Return a figure of the main error against β, with a panel for each definition of confidence.
 

@@ -17,7 +17,7 @@ from calibeval import evaluations, stats
 from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import Cluster, Evaluation, TooFewClusters
 from calibeval.io import InputError, json_lines
-from calibeval.measures import Among
+from calibeval.measures import ConfidenceDefinition
 from calibeval.request import Text, checked
 from calibeval.validation import is_unicode
 
@@ -136,7 +136,9 @@ class TableRow:
         """Return the row's evaluations on a data set, in the order of their seeds."""
         return list(self.evaluations.get(data_set, {}).values())
 
-    def estimate(self, data_set: str, metric: str, among: Among = "choices") -> stats.Estimate:
+    def estimate(
+        self, data_set: str, metric: str, among: ConfidenceDefinition = "choices"
+    ) -> stats.Estimate:
         """Return a metric over the row's seeds; its value is None where there is none."""
         of_data_set = self.evaluations_of(data_set)
         return stats.estimate(of_data_set, metric, among) if of_data_set else stats.Estimate()

@@ -57,9 +57,12 @@ CHUNK_CELLS = 300_000
 LARGEST_KEPT_BLOCK = (32 << 20) - (64 << 10)  # bytes
 
 Better = Literal["higher", "lower", "neither"]
-Among = Literal["choices", "vocabulary"]  # the definition of confidence
+ConfidenceDefinition = Literal["choices", "vocabulary"]  # see above: what p_k is
 # The definitions as figures and sentences call them, behind "confidence" or "probability".
-AMONG_WORDS: dict[Among, str] = {"choices": "among the choices", "vocabulary": "among all tokens"}
+AMONG_WORDS: dict[ConfidenceDefinition, str] = {
+    "choices": "among the choices",
+    "vocabulary": "among all tokens",
+}
 Uncertainty = Literal["interval", "floor", "none"]
 
 
@@ -172,7 +175,7 @@ class EventScores(Scores):
         return (self.confidence - self.correct) ** 2
 
 
-def scores_of_records(records: Records, among: Among) -> Scores:
+def scores_of_records(records: Records, among: ConfidenceDefinition) -> Scores:
     """Return the records' questions under a definition of confidence, "choices" or "vocabulary"."""
     logprobs = records.logprobs
     if among == "choices":

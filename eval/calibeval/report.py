@@ -25,7 +25,7 @@ from calibeval.measures import (
     MAIN_ERROR,
     METRICS,
     WITH_INTERVAL,
-    Among,
+    ConfidenceDefinition,
 )
 from calibeval.request import DEFAULT_COLUMNS
 
@@ -40,7 +40,7 @@ class Column:
     """A metric of one confidence: the probability among the choices, or among the vocabulary."""
 
     metric: str
-    among: Among = "choices"
+    among: ConfidenceDefinition = "choices"
 
     @property
     def heading(self) -> str:

@@ -47,7 +47,13 @@ from calibeval.evaluations import (
     finite,
     quantile,
 )
-from calibeval.measures import COMPARED_BY_SQUARE, METRICS, WITH_FLOOR, WITH_INTERVAL, Among
+from calibeval.measures import (
+    COMPARED_BY_SQUARE,
+    METRICS,
+    WITH_FLOOR,
+    WITH_INTERVAL,
+    ConfidenceDefinition,
+)
 from calibeval.squared_error import root_of_square, shrinkage
 
 LOW_MASS = 0.9  # letter mass below which the letters are not what the model wants to say
@@ -160,7 +166,7 @@ class Side(NamedTuple):
         return Side(weight * self.values, weight * self.draws, self.clusters, unit_values)
 
 
-def estimate(seeds: Sequence[Evaluation], metric: str, among: Among) -> Estimate:
+def estimate(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition) -> Estimate:
     """Return a metric of one evaluation, or its mean over seeds, with a 95 % interval or a floor.
 
     For a metric that is compared by its square, `rms_debiased`, it is the root of the mean of the
@@ -193,7 +199,7 @@ def difference(
     a: Sequence[Evaluation],
     b: Sequence[Evaluation],
     metric: str,
-    among: Among,
+    among: ConfidenceDefinition,
     paired: bool = True,
 ) -> Estimate:
     """Return b − a as a `contrast`; each side is one evaluation, or those of one row's seeds.
@@ -206,7 +212,7 @@ def difference(
 def contrast(
     terms: Sequence[tuple[int, Sequence[Evaluation]]],
     metric: str,
-    among: Among = "choices",
+    among: ConfidenceDefinition = "choices",
     paired: bool = True,
 ) -> Estimate:
     """Return Σ weight × a metric's mean over each term's seeds, with its 95 % interval.
@@ -499,14 +505,14 @@ def seed_inflation(sides: Sequence[Side]) -> float:
     return math.sqrt(1 + seed_variance / question_variance)
 
 
-def _values(seeds: Sequence[Evaluation], metric: str, among: Among) -> np.ndarray:
+def _values(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition) -> np.ndarray:
     """A metric of each evaluation, squared if it is compared by squares, (S,); NaN where None."""
     if metric in COMPARED_BY_SQUARE:
         return np.array([evaluation.squares[among][metric].observed for evaluation in seeds])
     return np.array([evaluation.values[among][metric] for evaluation in seeds], float)
 
 
-def _side(seeds: Sequence[Evaluation], metric: str, among: Among) -> Side:
+def _side(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition) -> Side:
     """One side of a metric that has an interval."""
     return Side(
         values=_values(seeds, metric, among),
@@ -516,7 +522,9 @@ def _side(seeds: Sequence[Evaluation], metric: str, among: Among) -> Side:
     )
 
 
-def _unit_values(seeds: Sequence[Evaluation], metric: str, among: Among) -> np.ndarray | None:
+def _unit_values(
+    seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition
+) -> np.ndarray | None:
     """The units' own values in the metrics by which they differ, (S, M, U).
 
     A unit differs in a mean if its own value does. A rank or an error over bins may also differ
@@ -530,7 +538,7 @@ def _unit_values(seeds: Sequence[Evaluation], metric: str, among: Among) -> np.n
 
 
 def _square_sides(
-    terms: Sequence[tuple[int, Sequence[Evaluation]]], metric: str, among: Among
+    terms: Sequence[tuple[int, Sequence[Evaluation]]], metric: str, among: ConfidenceDefinition
 ) -> list[Side]:
     """The weighted sides of a contrast of squared calibration errors.
 

@@ -58,7 +58,7 @@ class Quantity:
     """
 
     task: str
-    confidence: measures.Among
+    confidence: measures.ConfidenceDefinition
     normalise: str | None = None
     metric: str = SQUARED_ERROR
     scale: int = DEFAULT_SCALE

@@ -11,7 +11,7 @@ from pathlib import Path
 from calibeval import evaluations
 from calibeval import records as record_files
 from calibeval.evaluations import Evaluation
-from calibeval.measures import Among
+from calibeval.measures import ConfidenceDefinition
 
 # The state of a file: when it was written last, in nanoseconds, and its size in bytes.
 FileState = tuple[int, int]
@@ -41,13 +41,13 @@ def _load(
     return evaluations.measure(record_files.read(path, normalise), metrics=metrics)
 
 
-def ece_floors(path: Path) -> dict[Among, float]:
+def ece_floors(path: Path) -> dict[ConfidenceDefinition, float]:
     """What 95 of 100 calibrated models with a file's confidences read as ECE at most."""
     return _ece_floors(path, state_of(path))
 
 
 @cache
-def _ece_floors(path: Path, state: FileState) -> dict[Among, float]:
+def _ece_floors(path: Path, state: FileState) -> dict[ConfidenceDefinition, float]:
     """`ece_floors`, kept likewise."""
     samples = evaluations.samples_of(evaluations.in_order(record_files.read(path)))
     return {

@@ -21,7 +21,7 @@ from calibeval import stats
 from calibeval.evaluations import CONFIDENCES, Evaluation
 from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import atomic_write, write_text
-from calibeval.measures import Among
+from calibeval.measures import ConfidenceDefinition
 from studies.claims import quick_evaluation
 from studies.claims.answers import (
     BASE,
@@ -170,7 +170,7 @@ def rounded(number: float, digits: int) -> str:
     return f"{Decimal(f'{number:.9f}'):.{digits}f}"
 
 
-def mean_ece(row: Row, among: Among) -> float:
+def mean_ece(row: Row, among: ConfidenceDefinition) -> float:
     """The expected calibration error of a row, in the mean over seeds."""
     return float(np.mean([each.values[among]["ece"] for each in row.evaluations]))
 

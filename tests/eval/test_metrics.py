@@ -237,7 +237,7 @@ def test_recalibration_increases_with_the_confidence():
 
 
 def renormalised(probs: np.ndarray, labels: np.ndarray, mass: np.ndarray) -> Scores:
-    """Return scores as `measures.scores_of_records` makes them of letters that have `mass` of everything."""
+    """Return scores as `scores_of_records` makes them of letters that have `mass` of everything."""
     logprobs = np.log(probs * mass[:, None])
     return Scores(logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True), labels)
 
