@@ -56,7 +56,7 @@ SEED = 0
 CHUNK_CELLS = 300_000
 LARGEST_KEPT_BLOCK = (32 << 20) - (64 << 10)  # bytes
 
-Better = Literal["higher", "lower", "neither"]
+Better = Literal["higher", "lower", "neither"]  # which values of a metric are better
 ConfidenceDefinition = Literal["choices", "vocabulary"]  # see above: what p_k is
 # The definitions as figures and sentences call them, behind "confidence" or "probability".
 AMONG_WORDS: dict[ConfidenceDefinition, str] = {

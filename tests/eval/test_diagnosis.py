@@ -56,6 +56,14 @@ def test_an_under_confident_model_is_told_not_to_smooth(models):
     assert diagnosis.TRIAL not in check.sentences[-1]
 
 
+def test_former_names_of_the_changes_still_work(models):
+    check = found(models, "calibrated", "sharp")
+    with pytest.warns(FutureWarning, match="Check.worsened is Check.change_by_tuning now"):
+        assert check.worsened == check.change_by_tuning
+    with pytest.warns(FutureWarning, match="Check.mended is Check.change_by_temperature now"):
+        assert check.mended == check.change_by_temperature
+
+
 def test_a_calibrated_model_is_left_alone(models):
     check = found(models, "sharp", "calibrated")
     assert check.after["choices"].verdict == "calibrated"

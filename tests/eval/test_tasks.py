@@ -436,6 +436,13 @@ def test_a_file_is_chosen_by_language_without_a_configuration_too(tmp_path):
         load(str(task), tmp_path)
 
 
+def test_a_task_files_former_key_still_works(tmp_path):
+    task = tmp_path / "own.yaml"
+    task.write_text("examples: {split: train, asked_file_will_do: true}\n")
+    with pytest.warns(FutureWarning, match="is examples.else_first_asked now"):
+        assert task_files.read(str(task)).examples.else_first_asked
+
+
 def test_a_subject_is_part_of_a_files_name_and_not_of_a_folders(tmp_path):
     """The files were not found, and it was said that there was no folder named *."""
     task = tmp_path / "own.yaml"
