@@ -115,7 +115,7 @@ class Smoother:
         return self._spectra_of_ones[size]
 
     def _spectra(self, values: np.ndarray, size: int) -> np.ndarray:
-        """Fourier transforms (R, G) of values (R, N) at the points, reflected at 0 and 1.
+        """Spectra (R, G): Fourier transforms of values (R, N) at the points, reflected at 0 and 1.
 
         Each value is shared between the two nearest of `size` places of a grid.
         """

@@ -89,7 +89,7 @@ class Record(BaseModel, strict=True):
         lengths = getattr(self, by, None)
         if self.scoring != "continuation" or lengths is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
-        return [score / length for score, length in zip(self.logprobs, lengths, strict=True)]
+        return [logprob / length for logprob, length in zip(self.logprobs, lengths, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def joined(
     alike_values = attrgetter(*alike)
     place_of_id: dict[str, str] = {}
     labels = array("q")
-    scores = array("d")  # of all choices, one question after another
+    logprobs = array("d")  # of all choices, one question after another
     choices = array("q")
     letter_mass = array("d")
     prompts: list[str | None] = []
@@ -186,7 +186,7 @@ def joined(
         if alike_values(row) != alike_values(first):
             raise InputError(f"{where}: {_difference(row, first, alike)}; expected the same")
         try:
-            scores.extend(row.normalised(normalise or row.normalise))
+            logprobs.extend(row.normalised(normalise or row.normalise))
         except ValueError as error:
             raise InputError(f"{where}: {error}") from error
         choices.append(len(row.logprobs))
@@ -204,7 +204,7 @@ def joined(
         path=path,
         ids=list(place_of_id),
         labels=np.array(labels),
-        logprobs=_padded(np.array(scores), np.array(choices)),
+        logprobs=_padded(np.array(logprobs), np.array(choices)),
         letter_mass=np.array(letter_mass),
         prompts=np.array(prompts, object),
         model=first.model,
