@@ -28,7 +28,8 @@ Steps:
     entropy-gap   entropy less NLL of each model that is still there, and the temperature at
                   which it is 0
     summary       accuracy, calibration error and log loss of `recommended`, `over-trained`,
-                  `high-rate` and `two-epochs`, as the records tell; draws them too
+                  `high-rate` and `two-epochs`, as the records tell; draws the calibration error
+                  of the first two
     report        the differences behind the page's claims, as the records tell, and forest.png,
                   which draws what smoothing does to all models
 
@@ -89,7 +90,11 @@ def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
     for part in PARTS:
         if part.name not in wanted:
             continue
-        if rate_is_unknown(part, failed) or not is_done(study, part, overrides):
+        if rate_is_unknown(part, failed):
+            failed.append(part.name)
+            continue
+        is_whole = finish_part(study, part, overrides)
+        if not is_whole:
             failed.append(part.name)
     has_records = bool(study.store.runs(study.model))
     for name, step in STEPS.items():
@@ -100,7 +105,7 @@ def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
         raise InputError(f"not whole: {', '.join(failed)}; {then}")
 
 
-def is_done(study: Study, part: Part, overrides: list[str]) -> bool:
+def finish_part(study: Study, part: Part, overrides: list[str]) -> bool:
     """Train what a part lacks; returns whether it is whole now. Why it is not goes to stderr."""
     try:
         changes = sweep_overrides(study, part, overrides)

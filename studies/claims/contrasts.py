@@ -97,8 +97,11 @@ def smoothing_effect(name: str, part: str, label_smoothing: float = 0.1) -> Cont
     return pair(name, Term(part, label_smoothing), Term(part, 0.0))
 
 
-def less_recommended_effect(name: str, part: str) -> Contrast:
-    """What label smoothing changes within a part, less what it changes within `recommended`."""
+def effect_beyond_recommended(name: str, part: str) -> Contrast:
+    """What label smoothing changes within a part beyond what it changes within `recommended`.
+
+    That is (part at 0.1 − part at 0) − (`recommended` at 0.1 − `recommended` at 0).
+    """
     return Contrast(name, (Term(part, 0.1), PLAIN), (Term(part, 0.0), SMOOTHED))
 
 
@@ -114,9 +117,9 @@ CONTRASTS = [
     ),
     pair("recommended: β = 0.3 less 0.1", Term("recommended", 0.3), SMOOTHED),
     smoothing_effect("sum, clipped: 0.1 less 0", "sum"),
-    less_recommended_effect("– less that of `recommended`, sum, clipped", "sum"),
+    effect_beyond_recommended("– less that of `recommended`, sum, clipped", "sum"),
     smoothing_effect("open-instruct's script: 0.1 less 0", "script"),
-    less_recommended_effect("– less that of `recommended`, open-instruct's script", "script"),
+    effect_beyond_recommended("– less that of `recommended`, open-instruct's script", "script"),
     pair("equal held-out loss: 0.1 less 0", SMOOTHED, Term("equal", 0.0)),
     pair("temperature after β = 0, less β = 0", PLAIN_AT_TEMPERATURE, PLAIN),
     pair("temperature after β = 0, less β = 0.1", PLAIN_AT_TEMPERATURE, SMOOTHED),

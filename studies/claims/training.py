@@ -16,8 +16,9 @@ from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
 
-# The keys of `train:` that tell a part's runs apart. Two runs that are alike in these are refused
-# by `answers.files_by_seed`.
+# The keys of `train:` that tell a part's runs apart. In a part that is scored the learning rate is
+# the same for all: of two runs that are alike in β and seed nothing says which a table means, and
+# `answers.files_by_seed` refuses them.
 RUN_KEYS = ("learning_rate", "label_smoothing", "seed")
 SECONDS_BETWEEN_LOOKS = 2
 
@@ -43,7 +44,10 @@ def train(study: Study, part: Part, overrides: list[str]) -> int:
 
 
 def prepare(part: Part, overrides: list[str]) -> None:
-    """Make the file that a part's runs need beyond what prefetch brings, unless it is there."""
+    """Make the file that a part's runs need beyond what prefetch brings, unless it is there.
+
+    Where the path of that file is a setting of the runs, `parts.sweep_overrides` sets it.
+    """
     if part.name == "script":
         write_conversations()
     elif part.name == "base-mean":
@@ -80,14 +84,14 @@ class Launch:
     label_smoothings: tuple[float, ...]
     seeds: tuple[int, ...]
 
-    def overrides(self, with_base: bool) -> list[str]:
+    def overrides(self, leave_base_out: bool) -> list[str]:
         """The words that select these runs of their part's sweep, and its base model or not."""
         words = [
             f"grid.learning_rate={[*self.learning_rates]}",
             f"grid.label_smoothing={[*self.label_smoothings]}",
             f"grid.seed={[*self.seeds]}",
         ]
-        if not with_base:
+        if leave_base_out:
             words.append("score.base=false")
         return words
 
@@ -135,8 +139,10 @@ def overrides_of_missing_runs(study: Study, part: Part, plan: SweepPlan) -> list
     recorded = recorded_runs(study)
     missing = [run for run in plan.runs if lacks_records(recorded, part, run)]
     lacks_base = any(lacks_records(recorded, part, run) for run in plan.baselines)
-    with_base = lacks_base or not plan.baselines
-    return [launch.overrides(with_base) for launch in launches_of(missing)]
+    # A part that asks for no base model may have no `score:`, in which `score.base=false` could be
+    # set; the part grid has none.
+    leave_base_out = bool(plan.baselines) and not lacks_base
+    return [launch.overrides(leave_base_out) for launch in launches_of(missing)]
 
 
 def recorded_runs(study: Study) -> dict[tuple[str, str], RunRecord]:
@@ -145,9 +151,9 @@ def recorded_runs(study: Study) -> dict[tuple[str, str], RunRecord]:
 
 
 def lacks_records(recorded: dict[tuple[str, str], RunRecord], part: Part, run: Run) -> bool:
-    """Whether a run has no records or, being the base model, none of a task that the part asks.
+    """Whether a run has no records, or the base model lacks those of a task that this part asks.
 
-    All parts share the record of the base model, and some ask it fewer tasks than others.
+    All parts share the one record of the base model, and some ask it fewer tasks than others.
     """
     record = recorded.get(record_key(part, run))
     if record is None:
