@@ -1,8 +1,9 @@
 """The parts of a study: what each changes in config.yaml, and at which learning rate.
 
 A *part* is a sweep, which `training.py` trains. A *step* is what is done afterwards, of
-`__main__.STEPS`. A *derivation*, of `derived.py`, makes runs of other runs' answers. Records name
-the part, step or derivation that their run comes from, or `base`: `RunRecord.origin`.
+`__main__.STEPS`. A *derivation*, of `derived.py`, makes runs of other runs' answers. Each run says
+which of them it comes from, or that it is the base model, in `RunRecord.origin`. Runs of parts and
+steps are stored; those of derivations are made anew for each table and are never stored.
 """
 
 import sys
@@ -31,7 +32,9 @@ class Study:
     """A model, the folder where its runs are trained, and the records that are kept of them."""
 
     model: str
-    # The published runs of `base-mean` have this path in their names; others count as missing.
+    # The target of `base-mean` lies in this folder, and its path is hashed into the names of those
+    # runs. With another folder the published runs of `base-mean` are not recognized, and are
+    # trained again.
     runs_folder: Path = Path("runs/claims")
     store: RecordStore = PUBLISHED
 
@@ -57,10 +60,9 @@ class Rate(Enum):
 class Part:
     """A sweep: its name, what it changes in config.yaml, its learning rate and its seeds.
 
-    Within a part only the keys of `training.RUN_KEYS` may vary. A new part is an entry of PARTS and
-    a line in `__main__`'s docstring. For `report` to compare it, it also needs an entry of
-    `contrasts.CONTRASTS`; for `summary` to print its levels, one of `summary.SETTING_LABELS` (the
-    tables of all tasks, and the figure) or a row of `summary.settings_of_other_parts` (MMLU).
+    Within a part only the label smoothing and the seed may vary, and in a part that is not scored
+    (`grid`) the learning rate, too: these are `training.RUN_KEYS`. The package's docstring says how
+    a part is added.
     """
 
     name: str
@@ -167,8 +169,10 @@ def losses_of_grid(study: Study) -> "pd.Series[float]":
     grid = runs[runs.origin == "grid"]
     if grid.empty:
         raise InputError(f"{study.model}, grid: no run is trained; the part grid comes first")
-    losses = grid.groupby("learning_rate").held_out_loss.apply(lambda of_rate: of_rate.to_numpy())
-    means = losses.map(np.mean).astype(float)
+    # A mean of pandas would leave out the NaN of a seed that has diverged; numpy's is NaN.
+    means = grid.groupby("learning_rate").held_out_loss.apply(
+        lambda losses: losses.to_numpy().mean()
+    )
     finite = means[np.isfinite(means)]
     if finite.empty:
         raise InputError(f"{study.model}, grid: no learning rate has a held-out loss; all diverged")
@@ -182,7 +186,8 @@ class EqualLosses:
     learning_rate: float  # of the part `equal`
     plain: float  # the loss at β = 0 with that learning rate
     smoothed: float  # the loss at β = 0.1 with the chosen learning rate
-    is_end_of_grid: bool  # whether no rate of the grid reaches the loss of β = 0.1
+    is_end_of_grid: bool  # whether the loss of β = 0.1 is above those of the grid up to its end
+    is_best_of_grid: bool  # whether it is below all losses of the grid
 
 
 def equal_losses(study: Study) -> EqualLosses | None:
@@ -192,25 +197,37 @@ def equal_losses(study: Study) -> EqualLosses | None:
     if plain.empty:
         return None
     smoothed = loss_to_equal(study)
+    losses = losses_outwards_from_best(losses_of_grid(study))
     return EqualLosses(
         learning_rate=float(plain.learning_rate.iloc[0]),
-        plain=float(plain.held_out_loss.mean()),
+        plain=float(plain.held_out_loss.to_numpy().mean()),
         smoothed=smoothed,
-        is_end_of_grid=bool(smoothed > losses_outwards_from_best(losses_of_grid(study)).iloc[-1]),
+        is_end_of_grid=bool(smoothed > losses.iloc[-1]),
+        is_best_of_grid=bool(smoothed < losses.iloc[0]),
     )
 
 
 def loss_to_equal(study: Study) -> float:
-    """The held-out loss that `recommended` has at β = 0.1, in the mean over seeds."""
+    """The held-out loss that `recommended` has at β = 0.1, in the mean over seeds.
+
+    Raises InputError where a seed has none: without it the mean would be of other seeds than that
+    of β = 0.
+    """
     runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
     smoothed = runs[(runs.origin == "recommended") & (runs.label_smoothing == 0.1)]
-    loss = float(smoothed.held_out_loss.mean())
-    if not np.isfinite(loss):
+    if smoothed.empty:
         raise InputError(
             f"{study.model}, recommended: no run at β = 0.1 is trained; the part recommended "
             "comes first"
         )
-    return loss
+    losses = smoothed.held_out_loss.to_numpy(dtype=float)
+    without_loss = smoothed.run[~np.isfinite(losses)]
+    if not without_loss.empty:
+        raise InputError(
+            f"{study.model}, recommended: no finite held-out loss of {', '.join(without_loss)} at "
+            "β = 0.1, which diverged; no learning rate can equal the loss of all seeds"
+        )
+    return float(losses.mean())
 
 
 def losses_outwards_from_best(losses: "pd.Series[float]") -> "pd.Series[float]":
@@ -232,8 +249,9 @@ def equal_rate(study: Study) -> float:
 
     It lies between two rates of the grid and is interpolated by their logarithms, on that side of
     the chosen rate at whose end the loss is larger. Where that end does not reach the loss, the
-    rate is the end's, and a line on stderr says that the losses are not equal. Raises InputError
-    where a loss falls on the way to that end: then several rates have the same loss.
+    rate is the end's; where all losses of the grid are above it, the rate is the chosen one. A line
+    on stderr then says that the losses are not equal. Raises InputError where a loss falls on the
+    way to that end: then several rates have the same loss.
     """
     losses = losses_outwards_from_best(losses_of_grid(study))
     if not losses.is_monotonic_increasing:
@@ -244,14 +262,19 @@ def equal_rate(study: Study) -> float:
             "(grid.seed=[0,1,2]) make them smoother"
         )
     wanted = loss_to_equal(study)
-    end_rate = float(losses.index[-1])
-    end_loss = float(losses.iloc[-1])
+    best_loss, end_loss = float(losses.iloc[0]), float(losses.iloc[-1])
     if wanted > end_loss:
         print(
             f"{study.model}, equal: no learning rate of the grid reaches a held-out loss of "
-            f"{wanted:.4f} at β = 0; takes {end_rate:g}, where it is {end_loss:.4f}",
+            f"{wanted:.4f} at β = 0; takes {losses.index[-1]:g}, where it is {end_loss:.4f}",
             file=sys.stderr,
         )
-    # A loss beyond those of the side gives the rate of its end.
+    elif wanted < best_loss:
+        print(
+            f"{study.model}, equal: all learning rates of the grid have a held-out loss above "
+            f"{wanted:.4f} at β = 0; takes {losses.index[0]:g}, where it is {best_loss:.4f}",
+            file=sys.stderr,
+        )
+    # `interp` takes the rate of the nearer end of the side for a loss beyond it.
     log_rate = np.interp(wanted, losses.to_numpy(), np.log(losses.index.to_numpy(dtype=float)))
     return float(f"{np.exp(log_rate):.2g}")

@@ -83,7 +83,10 @@ def contrast_table(runs: list[AnsweredRun], columns: dict[str, Quantity]) -> lis
 
 def equal_loss_lines(study: Study) -> list[str]:
     """The held-out losses behind "equal held-out loss", and whether the grid reached them."""
-    losses = equal_losses(study)
+    try:
+        losses = equal_losses(study)
+    except InputError as error:  # It shall not keep the other tables from being printed.
+        return [f"Equal held-out loss: unknown. {error}.", ""]
     if losses is None:
         return []
     line = (
@@ -92,6 +95,8 @@ def equal_loss_lines(study: Study) -> list[str]:
     )
     if losses.is_end_of_grid:
         line += ", the end of the grid, since no rate of the grid reaches the loss of β = 0.1"
+    elif losses.is_best_of_grid:
+        line += ", the best of the grid, since its rates all have a larger loss than β = 0.1"
     return [f"{line}.", ""]
 
 

@@ -202,6 +202,41 @@ def test_an_equal_loss_needs_the_loss_that_it_equals(study):
         parts.equal_rate(study)
 
 
+def test_an_equal_loss_is_not_that_of_fewer_seeds(study):
+    """A seed that had diverged was left out of the mean, and nothing said so."""
+    add_grid(study, {1e-5: (1.2,), 2e-5: (1.6,)})
+    for seed, loss in enumerate((1.5, float("nan"))):
+        smoothed = RunRecord("recommended", f"s{seed}", label_smoothing=0.1, seed=seed)
+        smoothed.held_out_loss = loss
+        study.store.add(MODEL, smoothed, {})
+    with pytest.raises(
+        InputError, match=r"no finite held-out loss of s1 at β = 0\.1, which diverged"
+    ):
+        parts.equal_rate(study)
+    equal = RunRecord("equal", "e", label_smoothing=0.0, learning_rate=1e-5, held_out_loss=1.2)
+    study.store.add(MODEL, equal, {})
+    line, _ = report.equal_loss_lines(study)  # Such a seed does not stop the report.
+    assert line.startswith("Equal held-out loss: unknown. ") and "s1" in line
+
+
+def test_a_loss_below_all_of_the_grid_is_told(study, capsys):
+    """The best rate was taken for one of equal loss in silence."""
+    add_grid(study, {1e-5: (1.2,), 2e-5: (1.6,)})
+    smoothed = RunRecord("recommended", "s", label_smoothing=0.1, seed=0, held_out_loss=1.1)
+    study.store.add(MODEL, smoothed, {})
+    assert parts.equal_rate(study) == 1e-5
+    assert (
+        "all learning rates of the grid have a held-out loss above 1.1000 at β = 0; takes 1e-05"
+        in (capsys.readouterr().err)
+    )
+    equal = RunRecord("equal", "e", label_smoothing=0.0, learning_rate=1e-5, held_out_loss=1.2)
+    study.store.add(MODEL, equal, {})
+    line, _ = report.equal_loss_lines(study)
+    assert line.endswith(
+        "the best of the grid, since its rates all have a larger loss than β = 0.1."
+    )
+
+
 def test_an_equal_loss_needs_losses_that_grow(study):
     """Where they fall on the way, several rates have the loss that is sought."""
     add_grid(study, {5e-6: (1.2,), 2e-5: (1.5,), 5e-5: (1.4,), 2e-4: (1.8,)})
