@@ -1,11 +1,11 @@
 """Gather the pages of all folders for the site: python docs/gather.py FOLDER
 
 The pages stay beside the code that they describe. This copies every Markdown file of the checkout
-(but for hidden folders' and those that git ignores), and every file that one of them links to, into
-FOLDER under the same relative path, so that the links between them hold on the site too. FOLDER is
-made anew: what an earlier call gathered there is deleted, and a folder with anything else is
-refused. `make docs` calls it before `mkdocs build --strict`, which fails on any link or anchor that
-leads nowhere.
+(but for hidden files, those in hidden folders, and those that git ignores), and every file that one
+of them links to, into FOLDER under the same relative path, so that the links between them hold on
+the site too. FOLDER is made anew: what an earlier call gathered there is deleted, and a folder with
+anything else is refused. `make docs` calls it before `mkdocs build --strict`, which fails on any
+link or anchor that leads nowhere.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LINKS = (
 
 
 def pages() -> list[Path]:
-    """Every page of the checkout, committed or new, relative to its root; not hidden folders'."""
+    """Every page of the checkout, committed or new, relative to its root; no hidden ones."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT,

@@ -36,6 +36,7 @@ def command(
 
     def read_and_do() -> None:
         raw, _ = read_yaml(file)
+        # `strict` would refuse the texts of YAML where a config has a Path.
         study(checked(kind, raw, str(file), strict=False))
 
     if goes_on:

@@ -20,11 +20,11 @@ def fit_to_mmlu(
     """
     rows = []
     for entry in tqdm(entries, "temperatures", unit="fit"):
-        test = results / entry["records"]
+        test = results / entry["records"]  # <run>/scores/<task>.jsonl
         records = out / f"{entry['run']}.jsonl"
         if not records.exists():
             val = Task(task="mmlu", data=str(data), split="val", name=f"{entry['run']}-val")
-            model = test.resolve().parents[1] / "model"
+            model = test.resolve().parents[1] / "model"  # <run>/model
             calibeval.score(str(model), tasks=[val], out=out, batch_size=64, progress=False)
             calibeval.temperature(out / f"{val.key}.jsonl", test, records)
         rows.append({**entry, "records": str(records), "calibrator": "temperature"})

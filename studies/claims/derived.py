@@ -166,6 +166,7 @@ def agreement_temperature(base: Path, tuned: Path) -> float | None:
     target = softmax(base_scores[agree], axis=1)
 
     def cross_entropy(log_temperature: float) -> float:
+        # Where the target is 0, log p may be −∞, and their product is to be 0 and not NaN.
         log_p = log_softmax(tuned_scores[agree] / np.exp(log_temperature), axis=1)
         return float(-(target * np.where(target > 0, log_p, 0)).sum(1).mean())
 

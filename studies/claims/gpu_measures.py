@@ -57,7 +57,10 @@ def write_base_mean(train_options: TrainOptions, out: Path) -> None:
 def tokenizer_and_dataset(
     train_options: TrainOptions,
 ) -> tuple[PreTrainedTokenizerBase, GlobalBatchDataset]:
-    """A run's tokenizer, and its conversations as it trains on them."""
+    """A run's tokenizer, and its conversations, split as it trains on them.
+
+    They are not packed as in training: each is a row of its own, padded at its end.
+    """
     tokenizer = make_tokenizer(train_options)
     tokens = tokenize_file(train_options, tokenizer)
     padding = tokenizer.pad_token_id
@@ -94,6 +97,7 @@ def target_states(
     targets = []
     for group in dataset.split_into_micro_batches(conversations):
         batch = {key: value.to(model.device) for key, value in dataset.collate(group).items()}
+        # Causal tokens never see the padding, which comes after them, so that no mask is needed.
         output = model.model(batch["input_ids"], use_cache=False)
         hidden = output.last_hidden_state[:, :-1]
         labels = batch["labels"][:, 1:]
@@ -105,7 +109,10 @@ def target_states(
 
 @torch.inference_mode()
 def logits(model: PreTrainedModel, hidden: Tensor) -> Iterator[Tensor]:
-    """The logits (n, V) of hidden states (N, D), in fp32, a chunk at a time."""
+    """The logits (n, V) of hidden states (N, D), in fp32, a chunk at a time.
+
+    They are right for models whose logits are neither scaled nor soft-capped, as Gemma 2's are.
+    """
     head: nn.Module = copy.deepcopy(model.get_output_embeddings()).float()
     for chunk in hidden.split(CHUNK):
         yield head(chunk.float())
@@ -151,7 +158,9 @@ def nll_and_entropy(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def entropy_temperature(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> float:
-    """τ at which the entropy of softmax(z / τ) is its NLL in the mean, or the end nearest to it.
+    """τ at which the entropy of softmax(z / τ) is its NLL in the mean.
+
+    Where none between the two limits is, it is next to the limit that comes nearest.
 
     H − NLL = mean (z_y − Σ_v p_v z_v) / τ changes its sign once, where NLL is least: it is Guo et
     al.'s (2017) temperature. Found by bisection.

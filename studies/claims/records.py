@@ -4,7 +4,7 @@
     records/questions.parquet               what was asked, which is the same for all models
     records/manifest.json                   the SHA-256, rows and bytes of these two kinds of files
     records/<model>/entropy_gap.jsonl       entropy less log loss on held-out answers, a line a run
-    records/<model>/<origin>/<run>.parquet  a run that ended and is not yet merged into its model's
+    records/<model>/<origin>/<run>.parquet  a staged run: ended, and not yet merged into its model's
 
 A row of a model's file is one question of one run, beside the run's learning rate, β and seed. The
 column `part` is the run's `RunRecord.origin`. A run that was not scored has one row, whose task is
@@ -15,16 +15,17 @@ most, where p is rounded one way and the others the other way. The smallest 16-b
 all log-probabilities below −256; only long continuations have such, whose probability is 0 either
 way. A row group is a run, so that one run is read without the others.
 
-`add` writes a run's own small file, and `merge` moves such files into the model's file, both under
-a lock. Where a run has a file of its own and is in the model's file too, it was recorded again
-after the merge, and its own file counts. A kill at any moment loses nothing: a run's own file goes
-only after the model's file and the manifest are whole.
+`add` stages a run: it writes the run's own small file. `merge` moves staged runs into the model's
+file; both hold a lock. Where a run is staged and is in the model's file too, it was recorded again
+after the merge, or the merge was killed; the staged file counts, and in the second case says the
+same. A kill at any moment loses nothing: a staged file goes only after the model's file and the
+manifest are whole.
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,15 @@ Questions = dict[str, list[dict[str, Any]]]  # by task, in the order in which th
 
 @dataclass
 class RunRecord:
-    """What is kept of a run beside its answers, and how many questions of each task it answered."""
+    """What is kept of a run beside its answers, and how many questions of each task it answered.
+
+    A further field is a column of RUN_SCHEMA too, and of the published files: all are read by these
+    columns.
+    """
 
     # A part of the study, a step (`temperature` or `averaged`), a derivation of `derived.py`, or
-    # `base`, the base model, which all parts share.
+    # `base`, the base model, which all parts share. Of the origin `temperature` are both the step's
+    # runs, which are stored and were asked nothing, and the derivation's, which have answers.
     origin: str
     run: str
     learning_rate: float | None = None
@@ -172,9 +178,10 @@ class RecordStore:
             questions[task] = [_question_of(row) for row in rows]
             steps += [_steps_of(row["logprobs"]) for row in rows]
         self._keep_questions(questions)
-        record.tasks = {task: len(asked) for task, asked in questions.items()}
+        tasks = {task: len(asked) for task, asked in questions.items()}
+        answered = replace(record, tasks=tasks)
         with self._lock():  # A merge would delete a file that replaced the one it has read.
-            _write_tables(self.staged_file(model, *record.key), [_run_table(record, steps)])
+            _write_tables(self.staged_file(model, *record.key), [_run_table(answered, steps)])
 
     def merge(self, model: str) -> None:
         """Move the runs that have files of their own into the model's file."""
@@ -210,7 +217,8 @@ class RecordStore:
         for task, count in record.tasks.items():
             of_task = table.filter(pc.field("task") == task)
             steps = of_task["logprob_steps"].to_pylist()
-            if not len(steps) == count == len(questions[task]):
+            answers_all = len(steps) == len(questions[task])
+            if not answers_all or len(steps) != count:
                 raise InputError(f"{path}: {record.run} does not answer every question of {task}")
             with atomic_write(out / f"{task}.jsonl") as file:
                 for question, steps_of_question in zip(questions[task], steps, strict=True):

@@ -39,8 +39,8 @@ METRICS = ("accuracy", "ece", "nll")
 # The parts of the first tables, with the names that their rows have there; each has a row of panels
 # in the figure, too.
 SETTING_LABELS = {"recommended": "as recommended", "over-trained": "over-trained"}
-# The runs of such parts at β = 0 at a temperature, where one is fitted to them. It is fitted among
-# the choices, and says nothing of all tokens.
+# For parts of SETTING_LABELS, their runs at β = 0 at a temperature, where one is fitted to them. It
+# is fitted among the choices, and says nothing of all tokens.
 TEMPERATURE_TERMS = {
     "recommended": PLAIN_AT_TEMPERATURE,
     "over-trained": OVER_TRAINED_AT_TEMPERATURE,
@@ -131,7 +131,7 @@ def task_table(rows: list[Row], title: str) -> list[str]:
     for row in rows:
         lines.append(f"| {' | '.join(cells_of_row(row))} |")
     floor = largest_ece_floor(rows)
-    lines += ["", f"A calibrated model reads an ECE of up to {floor:.3f} here.", ""]
+    lines += ["", f"95 of 100 calibrated models read an ECE of up to {floor:.3f} here.", ""]
     return lines
 
 

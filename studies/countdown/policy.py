@@ -67,7 +67,7 @@ def advantages(
 
 def answer_losses(
     nll: Tensor,  # (N, T) −log π of the answers' tokens, 0 elsewhere
-    entropy: Tensor,  # (N, T)
+    entropy: Tensor,  # (N, T), without a gradient
     advantage: Tensor,  # (N,)
     method: Method,
 ) -> Tensor:  # (N,)

@@ -34,6 +34,7 @@ def pretrain(out: Path) -> None:
     if (out / "DONE").exists():
         return
     documents = list(files.corpus(DOCUMENTS))
+    # The corpus never tells of new towns, whose names the vocabulary needs all the same.
     turns = []
     for question in asked("new"):
         turns += [turn["content"] for turn in files.conversation(question)["messages"]]
@@ -58,8 +59,9 @@ def pretrain(out: Path) -> None:
         )
     )
     train_once(model, ids, labels, BATCH_SIZE)
-    # A call that finds pre-training done scores on one thread (OMP_NUM_THREADS). So does this one:
-    # on more threads its scores would not have the same bits.
+    # Later this very process scores models for the report. A call that finds pre-training done does
+    # so on one thread (OMP_NUM_THREADS), and so must this one: on more its scores would have other
+    # bits.
     torch.set_num_threads(1)
     model.save_pretrained(out)
     write_text(out / "DONE", "")

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 SEED = 0
 LETTERS = "ABCD"
-HEADER = "The following are multiple choice questions (with answers) about  {}.\n\n"  # official
+# MMLU's official header, with its two spaces.
+HEADER = "The following are multiple choice questions (with answers) about  {}.\n\n"
 SUBJECTS = {
     "mining": ("mines", ("iron", "copper", "silver", "tin")),
     "farming": ("grows", ("wheat", "barley", "rye", "oats")),

@@ -83,7 +83,9 @@ def download(requirement: str, folder: Path) -> Path:
 def convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file as an ordinary checkpoint in bfloat16 with its tokenizer.
 
-    Its weights are plain once they are read, and yet it counts as quantized and is not saved.
+    transformers unquantizes the weights as it reads them, but still marks the model as quantized,
+    and `save_pretrained` refuses such a model: so both marks are removed.
+
     Tokenizers of GGUF files lack the rule that begins a text with the beginning-of-sequence token,
     without which Gemma writes nonsense.
     """
