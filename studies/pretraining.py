@@ -17,6 +17,8 @@ def train_once(model: LlamaForCausalLM, ids: Tensor, labels: Tensor, batch_size:
     The optimizer is AdamW, whose learning rate rises over WARMUP updates and falls linearly to 0.
     """
     steps = len(ids) // batch_size
+    if steps == 0:
+        raise ValueError(f"{len(ids)} rows make no batch of {batch_size}")
 
     def rate_at(step: int) -> float:
         return min(1, (step + 1) / WARMUP) * (1 - step / steps)

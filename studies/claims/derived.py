@@ -100,11 +100,15 @@ def over_trained_at_a_temperature(study: Study, scored: list[AnsweredRun]) -> li
     for seed, mmlu in files_by_seed(scored, OVER_TRAINED, "mmlu").items():
         answers = read_records(mmlu)
         record = RunRecord("over-trained-temperature", f"{seed}", label_smoothing=0.0, seed=seed)
-        record.temperature, _ = scaling.fit(answers, np.ones(len(answers), bool))
+        try:
+            record.temperature, _ = scaling.fit(answers, np.ones(len(answers), bool))
+            halves, _ = cross_fitted(answers)
+        except scaling.NoTemperature as error:
+            print(f"over-trained-temperature: skipped for {mmlu}: {error}", file=sys.stderr)
+            continue
         folder = unpacked_folder(study, *record.key)
         files = files_of_seed(scored, OVER_TRAINED, seed)
         del files["mmlu"]
-        halves, _ = cross_fitted(answers)
         logprobs = dict(zip(halves.ids, halves.logprobs.tolist(), strict=True))
         rows = [
             {**row, "logprobs": logprobs[row["id"]], "letter_mass": None}

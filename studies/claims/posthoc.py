@@ -22,11 +22,14 @@ def fit_temperatures(study: Study) -> None:
     """
     results = study.part_folder("recommended") / "results"
     recorded = study.store.keys(study.model)
+    runs_with_models = [run.name for run in trained(study, "recommended")]
     plain = []
     if (results / "index.jsonl").exists():
         for _, entry in json_lines(results / "index.jsonl"):
             is_plain = entry["dataset"] == "mmlu" and entry["label_smoothing"] == 0
-            if is_plain and ("temperature", entry["run"]) not in recorded:
+            # The index also lists runs whose model was deleted after they were scored.
+            has_model = entry["run"] in runs_with_models
+            if is_plain and has_model and ("temperature", entry["run"]) not in recorded:
                 plain.append(entry)
     tell_of_absent_models(study, "temperature", [entry["run"] for entry in plain])
     if not plain:
@@ -89,7 +92,10 @@ def average_weights(study: Study) -> None:
 
 
 def measure_entropy_gaps(study: Study) -> None:
-    """Measure each model that is still there, but for those that only chose a rate."""
+    """Measure each model that is still there, but for those that only chose a rate.
+
+    Left out as well are runs that hold no conversations out, as open-instruct's do not.
+    """
     out = study.store.entropy_gap_file(study.model)
     rows = read_rows(out)
     measured = {(row["part"], row["run"]) for row in rows}  # names recur between parts
@@ -105,7 +111,8 @@ def measure_entropy_gaps(study: Study) -> None:
     from studies.claims import gpu_measures
 
     for part, run in tqdm(runs, "entropy gaps", unit="model"):
-        if (part, run.name) in measured:
+        holds_conversations_out = bool(run.config().train.get("held_out"))
+        if (part, run.name) in measured or not holds_conversations_out:
             continue
         run_keys = {name: run.config().train[name] for name in (*RUN_KEYS, "smoothing_target")}
         rows.append({"run": run.name, "part": part, **run_keys, **gpu_measures.entropy_gap(run)})

@@ -16,13 +16,14 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import studies
-from calibeval.io import read_text, write_text
+from calibeval.io import InputError, read_text, write_text
 from calibeval.request import Strict
 from studies.countdown import passk, policy, problems
 from studies.countdown.policy import Method
 from studies.countdown.problems import Problem
 from studies.pretraining import IGNORE, train_once
 
+START = "start"  # the row of the supervised model in the tables, and its folder
 # Of the supervised model
 STEPS = 1500
 BATCH_SIZE = 128
@@ -45,6 +46,11 @@ class Config(Strict):
 
 def study(config: Config) -> None:
     """Problems, start, runs, tables."""
+    if START in config.settings:
+        raise InputError(
+            f"config.yaml: settings.{START}: the tables have a row of this name for the supervised "
+            "model; call the setting otherwise"
+        )
     folder = Path(__file__).parent
     sources = [*sorted(folder.glob("*.py")), folder.parent / "pretraining.py"]
     studies.refuse_other_versions(config.output, sources, "this study")
@@ -56,10 +62,10 @@ def study(config: Config) -> None:
     for name, size in problems.SIZES.items():
         chosen = sorted(rng.permutation(len(pools[name]))[:size])
         problem_sets[name] = [pools[name][index] for index in chosen]
-    start = config.output / "start"
+    start = config.output / START
     if not (start / "DONE").exists():
         train_start(start, pools["train"], solutions, rng)
-    runs: list[tuple[str, Method | None, int]] = [("start", None, 0)]
+    runs: list[tuple[str, Method | None, int]] = [(START, None, 0)]
     for name, added in config.settings.items():
         runs += [(name, added, seed) for seed in config.seeds]
     correct_by_setting: dict[str, list[list[int]]] = {}
@@ -85,7 +91,7 @@ def run(
     file = config.output / "runs" / f"{digest}.json"
     if not file.exists():
         torch.set_num_threads(1)
-        model = LlamaForCausalLM.from_pretrained(config.output / "start")
+        model = LlamaForCausalLM.from_pretrained(config.output / START)
         rewards: list[float] = []
         if method is not None:
             schedule = policy.Schedule(

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from tabulate import tabulate
 
 import studies
@@ -24,7 +24,7 @@ class Config(Strict):
     """The keys of config.yaml."""
 
     output: Path
-    alpha: PositiveFloat
+    alpha: float = Field(gt=0, lt=1)
     k: PositiveInt
     splits: PositiveInt
     sentences: PositiveInt

@@ -475,6 +475,41 @@ def test_of_a_temperature_the_number_is_kept(tiny, tiny_study, folders):
     assert record.temperature == fitted["temperature"]
 
 
+def test_a_run_of_the_index_whose_model_was_deleted_is_skipped_by_name(study, capsys):
+    """It was scored, which stopped the steps after this one."""
+    plain = {"learning_rate": 2e-5, "label_smoothing": 0.0, "seed": 0}
+    study.store.add(MODEL, RunRecord("recommended", "r", **plain), {})
+    entry = {**plain, "run": "r", "dataset": "mmlu", "records": "../r/scores/mmlu.jsonl"}
+    write_text(study.part_folder("recommended") / "results/index.jsonl", json.dumps(entry))
+    posthoc.fit_temperatures(study)
+    assert "temperature: skipped for r, since no trained model is" in capsys.readouterr().err
+
+
+def test_runs_without_held_out_conversations_have_no_entropy_gap(study, folders, monkeypatch):
+    """As those of open-instruct's script, whose options lack what the gap is measured on."""
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
+    overrides = parts.sweep_overrides(study, PART["script"], ["grid.seed=[0]", "keep=all"])
+    plan = plan_sweep(CONFIG, overrides)
+    plan.create()
+    plan.runs[0].model.mkdir(parents=True)
+    posthoc.measure_entropy_gaps(study)
+    assert not study.store.entropy_gap_file(MODEL).exists()
+
+
+def test_over_trained_answers_without_a_temperature_are_skipped(study, folders, capsys):
+    """All right: the lower the better. It stopped every table."""
+    write_records(file := folders / "mmlu.jsonl", 50, 1.5, seed=7)
+    rows = read_lines(file)
+    for row in rows:
+        row["label"] = int(np.argmax(row["logprobs"]))
+    write_lines(file, rows)
+    study.store.add(
+        MODEL, RunRecord("over-trained", "h", label_smoothing=0.0, seed=0), {"mmlu": file}
+    )
+    assert [run.record.origin for run in derived.answered_runs(study)] == ["over-trained"]
+    assert "over-trained-temperature: skipped for" in capsys.readouterr().err
+
+
 def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(
     tiny, tiny_study, folders, monkeypatch
 ):

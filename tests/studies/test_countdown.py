@@ -11,6 +11,7 @@ from studies.countdown import __main__ as study
 from studies.countdown import passk, policy, problems
 from studies.countdown.policy import Method, advantages, answer_losses
 from studies.countdown.problems import Problem, expressions, value
+from studies.pretraining import train_once
 
 from smoothce import linear_cross_entropy, token_statistics
 
@@ -150,11 +151,17 @@ def test_bad_input_is_named_before_anything_trains(run, tmp_path, capsys):
         ({"samples": 0}, "samples is 0"),
         ({"settings": {"x": {"gamma": 1}}}, "settings.x.gamma"),
         ({"stepz": 1}, "stepz"),
+        ({"settings": {"start": {}}}, "settings.start: the tables have a row of this name"),
     ):
         assert run(**keys) == 2
         error = capsys.readouterr().err
         assert said in error and "config.yaml: " in error
     assert not (tmp_path / "out").exists()
+
+
+def test_too_few_rows_for_a_batch_are_named():
+    with pytest.raises(ValueError, match="3 rows make no batch of 4"):
+        train_once(study.small_llama(), torch.zeros(3, 2), torch.zeros(3, 2), batch_size=4)
 
 
 def test_the_page_tells_the_models_size_and_the_settings():

@@ -88,7 +88,7 @@ def test_probability_of_entities_is_the_sum_over_labelings():
 def test_the_study_in_small(small, tmp_path, capsys):
     """Bad input is named first."""
     given = {"sentences": 60, "seeds": [0, 1], "splits": 4}
-    for wrong in ({"alpha": -1}, {"conl": 1}):
+    for wrong in ({"alpha": -1}, {"alpha": 10}, {"alpha": 1}, {"conl": 1}):
         assert small(study, **given, **wrong) == 2
         assert f"config.yaml: {next(iter(wrong))}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
