@@ -17,12 +17,24 @@ import pandas as pd
 
 from calibeval import conformal
 
-ALL = "all entities"  # of a sentence
+# Counted in both: whether a set holds all right entities of its sentence. In ALL each entity has
+# 1 − α by itself, in SIDAK as many as the likeliest labeling has have it together.
+ALL = "all entities"
 SIDAK = "all entities, Šidák"
 MANY = ": five and more"
 # Each kind of set has two rows: one of all sentences with a right entity, and one of those with at
 # least five. By the suffix of a row's name, how many right entities a sentence needs to be counted.
 LEAST_ENTITIES_BY_SUFFIX = {"": 1, MANY: 5}
+
+
+ENTITY_COLUMNS = [  # of `spans`
+    "sentence",
+    "entity_class",
+    "score",
+    "is_right",
+    "right_in_sentence",
+    "guessed_in_sentence",
+]
 
 
 @dataclass(frozen=True)
@@ -41,15 +53,18 @@ def k_best(emissions: np.ndarray, transitions: np.ndarray, k: int) -> tuple[np.n
     the k best ways to each label. Emissions e (T, L) include what starts and ends a labeling,
     transitions a are (L, L). Impossible labelings (−∞) are left out: there may be fewer than k.
     """
-    labels = emissions.shape[1]
-    scores = emissions[0][:, None]  # (L, W): of the W best ways to each label, the best first
+    label_count = emissions.shape[1]
+    # (L, W): row = label, column = rank among the W best ways to it; W is 1 at the first word and
+    # grows to k.
+    scores = emissions[0][:, None]
     log_total = emissions[0]  # (L,): log of the summed exp of all ways to each label
     # For each later word, where its best ways come from, (≤ k, L), and the W of the word before. A
     # way comes from `previous label × W + its rank among the ways to that label`.
     steps_back: list[tuple[np.ndarray, int]] = []
     for emission in emissions[1:]:  # (L,)
         log_total = np.logaddexp.reduce(log_total[:, None] + transitions, axis=0) + emission
-        extended = (scores[:, :, None] + transitions[:, None]).reshape(-1, labels)  # (L · W, L)
+        # (L · W, L): row = previous label × W + rank, as in steps_back; column = this word's label.
+        extended = (scores[:, :, None] + transitions[:, None]).reshape(-1, label_count)
         origins = np.argsort(-extended, axis=0, kind="stable")[:k]
         ways_before = scores.shape[1]
         steps_back.append((origins, ways_before))
@@ -113,22 +128,30 @@ def labeling_sets(
 def spans(sentences: Sequence[Sentence]) -> pd.DataFrame:
     """A row for each entity that is right or in any listed labeling of its sentence.
 
-    Columns: `sentence`, its number; `name`, the entity's class; `score`, 1 − P(entity | x), which
-    is +∞ for a right entity that no labeling has; `gold`, whether it is right; `number`, how many
-    right ones the sentence has; `guess`, how many its likeliest labeling has.
+    Columns: `sentence`, its place; `entity_class`; `score`, 1 − P(entity | x), which is +∞ for a
+    right entity that no labeling has; `is_right`; `right_in_sentence`, how many right ones the
+    sentence has; `guessed_in_sentence`, how many its likeliest labeling has.
     """
     rows = []
-    for number, sentence in enumerate(sentences):
-        gold = entities(sentence.gold)
-        guess = len(entities(sentence.labelings[0]))
+    for place, sentence in enumerate(sentences):
+        right = entities(sentence.gold)
+        guessed_in_sentence = len(entities(sentence.labelings[0]))
         probabilities: dict[tuple[int, int, str], float] = {}
         for labels, logprob in zip(sentence.labelings, sentence.logprobs, strict=True):
             for entity in entities(labels):
                 probabilities[entity] = probabilities.get(entity, 0.0) + np.exp(logprob)
-        for entity in sorted(probabilities.keys() | gold):
-            score = 1 - probabilities.get(entity, -np.inf)
-            rows.append((number, entity[2], score, entity in gold, len(gold), guess))
-    return pd.DataFrame(rows, columns=["sentence", "name", "score", "gold", "number", "guess"])
+        for entity in sorted(probabilities.keys() | right):
+            rows.append(
+                {
+                    "sentence": place,
+                    "entity_class": entity[2],
+                    "score": 1 - probabilities.get(entity, -np.inf),
+                    "is_right": entity in right,
+                    "right_in_sentence": len(right),
+                    "guessed_in_sentence": guessed_in_sentence,
+                }
+            )
+    return pd.DataFrame(rows, columns=ENTITY_COLUMNS)
 
 
 def entity_sets(
@@ -144,13 +167,13 @@ def entity_sets(
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for half, _ in conformal.halves(len(sentences), splits):
         calibrates = table.sentence.isin(half)
-        right = table[calibrates & table.gold]
+        right = table[calibrates & table.is_right]
         test = table[~calibrates]
         for kind in (ALL, SIDAK):
-            limits = _limits(right, test, alpha, together=kind == SIDAK)
-            by_sentence = _sets_of_sentences(test, limits)
+            thresholds = _thresholds(right, test, alpha, together=kind == SIDAK)
+            by_sentence = _sets_of_sentences(test, thresholds)
             for suffix, least in LEAST_ENTITIES_BY_SUFFIX.items():
-                counted = by_sentence[by_sentence.number >= least]
+                counted = by_sentence[by_sentence.right_in_sentence >= least]
                 result = counted.covered.mean(), counted.set_size.mean()
                 results[kind + suffix].append(result)
     means = {}
@@ -160,31 +183,32 @@ def entity_sets(
     return means
 
 
-def _limits(right: pd.DataFrame, test: pd.DataFrame, alpha: float, together: bool) -> pd.Series:
+def _thresholds(right: pd.DataFrame, test: pd.DataFrame, alpha: float, together: bool) -> pd.Series:
     """The largest score in the set, for each entity of `test`, by its class.
 
     `right` are the right entities that calibrate. With `together`, as many entities as the
     likeliest labeling has, at least one, are to be held at once (Šidák); else each by itself.
     """
-    held_at_once = test.guess.clip(lower=1)
+    held_at_once = test.guessed_in_sentence.clip(lower=1)
     if not together:
         held_at_once = held_at_once.clip(upper=1)
-    limits = pd.Series(index=test.index, dtype=float)
-    for name, of_class in held_at_once.groupby(test.name):
-        scores = right.score[right.name == name].to_numpy()
-        for number in of_class.unique():
-            level = 1 - (1 - alpha) ** (1 / number)
-            limits[of_class.index[of_class == number]] = conformal.threshold(scores, level)
-    return limits
+    thresholds = pd.Series(index=test.index, dtype=float)
+    for entity_class, of_class in held_at_once.groupby(test.entity_class):
+        scores = right.score[right.entity_class == entity_class].to_numpy()
+        for count in of_class.unique():
+            alpha_of_each = 1 - (1 - alpha) ** (1 / count)
+            threshold = conformal.threshold(scores, alpha_of_each)
+            thresholds[of_class.index[of_class == count]] = threshold
+    return thresholds
 
 
-def _sets_of_sentences(test: pd.DataFrame, limits: pd.Series) -> pd.DataFrame:
+def _sets_of_sentences(test: pd.DataFrame, thresholds: pd.Series) -> pd.DataFrame:
     """For each sentence whether its set holds all right entities (`covered`), how many entities the
-    set has (`set_size`), and how many are right (`number`)."""
-    held = test.score <= limits
-    # Without a limit the set has every entity, also those that are not listed.
-    size = held.astype(float).where(limits < np.inf, np.inf)
-    entities_of_sets = test.assign(covered=held | ~test.gold, set_size=size)
+    set has (`set_size`), and how many are right (`right_in_sentence`)."""
+    held = test.score <= thresholds
+    # Where the threshold is ∞ the set has every entity, also those that are not listed.
+    size = held.astype(float).where(thresholds < np.inf, np.inf)
+    entities_of_sets = test.assign(covered=held | ~test.is_right, set_size=size)
     return entities_of_sets.groupby("sentence").agg(
-        {"covered": "all", "set_size": "sum", "number": "first"}
+        {"covered": "all", "set_size": "sum", "right_in_sentence": "first"}
     )

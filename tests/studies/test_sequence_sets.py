@@ -82,7 +82,7 @@ def test_probability_of_entities_is_the_sum_over_labelings():
     found = sets.spans([Sentence(labelings[0], labelings, logprobs)])
     exact = {e: sum(p for other, p in mass if other == e) for e, _ in mass}
     np.testing.assert_allclose(1 - found.score, [exact[e] for e in sorted(exact)], atol=1e-9)
-    assert found.name.tolist() == [name for *_, name in sorted(exact)]
+    assert found.entity_class.tolist() == [name for *_, name in sorted(exact)]
 
 
 def test_the_study_in_small(small, tmp_path, capsys):
