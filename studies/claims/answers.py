@@ -88,8 +88,9 @@ def files_by_seed(runs: list[AnsweredRun], term: Term, task: str) -> dict[int | 
             both = f"{runs_by_seed[seed].record.run} and {run.record.run}"
             smoothing = "" if term.label_smoothing is None else f", β = {term.label_smoothing:g}"
             raise InputError(
-                f"{both} are both runs of {term.origin}{smoothing}, seed {seed}; move the records "
-                f"of one of them out of records/"
+                f"{both} are both runs of {term.origin}{smoothing}, seed {seed}, and one of them "
+                "must go: records/MODEL/PART/RUN.parquet where it is not merged yet, else its rows "
+                "of records/MODEL.parquet"
             )
         runs_by_seed[seed] = run
     return {seed: run.folder / f"{task}.jsonl" for seed, run in runs_by_seed.items()}

@@ -20,19 +20,24 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
     problems = len(next(iter(runs.values()))[0])
     resamples = list(measures.resamples(problems, evaluations.RESAMPLES))
     weights = np.concatenate(resamples) / problems  # (resamples, problems)
-    sides = {name: sides_of(np.array(counts), samples, weights) for name, counts in runs.items()}
+    # Of each setting two: pass@1 and pass@`samples`.
+    rates_of_setting = {
+        name: pass_rates(np.array(counts), samples, weights) for name, counts in runs.items()
+    }
     setting_rows = []
-    for name, columns in sides.items():
-        estimates = [stats.estimate_mean(side, 0, 1) for side in columns]
+    for name, rates in rates_of_setting.items():
+        estimates = [stats.estimate_mean(rate, 0, 1) for rate in rates]
         setting_rows.append([name, len(runs[name]), *map(str, estimates)])
     difference_rows = []
     not_paired = []
-    for minus, plus in combinations(sides, 2):
-        if not stats.are_paired([sides[minus][0], sides[plus][0]]):
+    for minus, plus in combinations(rates_of_setting, 2):
+        if not stats.are_paired([rates_of_setting[minus][0], rates_of_setting[plus][0]]):
             not_paired.append(f"{plus} less {minus}")
         estimates = [
-            stats.estimate_sum(minus_side.weighted(-1), plus_side)
-            for minus_side, plus_side in zip(sides[minus], sides[plus], strict=True)
+            stats.estimate_sum(minus_rate.weighted(-1), plus_rate)
+            for minus_rate, plus_rate in zip(
+                rates_of_setting[minus], rates_of_setting[plus], strict=True
+            )
         ]
         difference_rows.append([plus, minus, *map(str, estimates)])
     texts = []
@@ -45,14 +50,14 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
     return "\n\n".join([*texts, note])
 
 
-def sides_of(counts: np.ndarray, samples: int, weights: np.ndarray) -> list[stats.Side]:
+def pass_rates(counts: np.ndarray, samples: int, weights: np.ndarray) -> list[stats.Side]:
     """A setting's pass@1 and pass@n: of each seed, and of each seed's resamples of the problems.
 
     `counts` (seeds, problems) are the numbers of right answers out of `samples`; `weights`
     (resamples, problems) say how much a problem counts in each resample.
     """
-    sides = []
+    rates = []
     for passed in (counts / samples, counts > 0):
         of_problems = passed[:, np.newaxis].astype(float)  # the one metric of each seed's problems
-        sides.append(stats.Side(passed.mean(1), passed @ weights.T, unit_values=of_problems))
-    return sides
+        rates.append(stats.Side(passed.mean(1), passed @ weights.T, unit_values=of_problems))
+    return rates

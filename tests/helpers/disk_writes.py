@@ -30,8 +30,11 @@ class DiskWrites:
         for name in ("rename", "replace"):
             patch.setattr(os, name, noting(getattr(os, name)))
 
-    def unflushed(self, folder: Path, when: Path | None = None) -> list[str]:
-        """What of a folder had not reached the disk when `when` (the folder) got its name."""
-        flushed = self.flushed_before[os.path.abspath(when or folder)]
+    def unflushed(self, folder: Path, renamed_to: Path | None = None) -> list[str]:
+        """What of a folder had not reached the disk when a rename gave something its name.
+
+        That is the path `renamed_to`, or the folder itself where it is None.
+        """
+        flushed = self.flushed_before[os.path.abspath(renamed_to or folder)]
         paths = [folder, *folder.rglob("*")]
         return [str(path) for path in paths if path.stat().st_ino not in flushed]

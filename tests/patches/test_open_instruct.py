@@ -242,7 +242,7 @@ def test_a_model_is_on_the_disk_before_it_is_marked(tmp_path, monkeypatch):
         (tmp_path / name).write_text("a part of the model")
     writes = DiskWrites(monkeypatch)
     mark_trained(Accelerator(cpu=True), arguments(output_dir=str(tmp_path)), 12)
-    unflushed = writes.unflushed(tmp_path, when=tmp_path / "TRAINED")
+    unflushed = writes.unflushed(tmp_path, renamed_to=tmp_path / "TRAINED")
     assert {path for path in unflushed if "step_12" not in path} == {str(tmp_path)}
     assert tmp_path.stat().st_ino in writes.flushed  # where TRAINED has got its name since
 
