@@ -34,8 +34,8 @@ class Config(Strict):
     """The keys of config.yaml."""
 
     output: Path
-    test: str = Field(pattern="^(validation|test)$")
-    samples: PositiveInt
+    test: str = Field(pattern="^(validation|test)$")  # which problems are asked at the end
+    samples: PositiveInt  # sampled answers to each of them
     learning_rate: PositiveFloat
     steps: PositiveInt
     problems_per_step: PositiveInt

@@ -1,4 +1,4 @@
-"""The criterion of all these tests: at most twice the error of PyTorch in the same dtype.
+"""The criterion of the tests of the loss: at most twice the error of PyTorch in the same dtype.
 
 `check` applies it to a call that is described by numbers and flags, which `ANY_SHAPE_AND_OPTION`
 draws at random. `inputs`, `gradients` and `error` are its parts, for tests that compare otherwise.

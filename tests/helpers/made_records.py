@@ -12,6 +12,7 @@ import numpy as np
 
 from calibeval.__main__ import main
 
+# A record that is answered by letters.
 LETTERS = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
 WORDS = "which of the following is a true statement about force mass light cells kings law"
 

@@ -151,7 +151,7 @@ def equal(left: Run, right: Run) -> bool:
 
 
 def calm(path: Path, folder: Path) -> list[Run]:
-    """The same runs, undisturbed, without Slurm and without the toy trainer's pauses."""
+    """Train the same runs undisturbed, without Slurm and without the toy trainer's pauses."""
     overrides = [f"output_root={folder}", "score=null"]
     if "backend: toy.backend" in path.read_text():
         overrides.append("train.pace=0")
