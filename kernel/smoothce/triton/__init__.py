@@ -294,7 +294,7 @@ def filter_statistics(
         ):
             listed_pairs += pairs.listed.sum()
             # Coefficients of dropped pairs are positive, those of the others 0 or negative.
-            dropped_mass += pairs.coefficient.clamp(min=0).sum(dtype=torch.float32)
+            dropped_mass += pairs.pair_coefficients.clamp(min=0).sum(dtype=torch.float32)
         n_valid = valid_count.clamp(min=1)[0]
         return listed_pairs / (n_valid * call.blocks), dropped_mass / n_valid
 

@@ -8,7 +8,8 @@ filter's backward"). With a token i, a block j and a vocabulary entry v, the sym
 are called
 
     R_iv           `gradients`, those of a tile's rows
-    m_ij           `coefficient`: 0 for a kept pair, (1 − w) P for a drawn one, P for a dropped one
+    m_ij           `pair_coefficients`: 0 for a kept pair, (1 − w) P for a drawn one, P for a
+                   dropped one
     W_j, H_j       `profile_products`, `smoothing_products`
     q f, û f       `mean_rows`, from the logits of the mean hidden state, whose slope f is
     g_i            `common_factor` times ĝ_i, which is `relative_upstream`
@@ -102,7 +103,7 @@ def tile_gradients(
     logits_base2,  # (ROWS, WIDTH)
     softmax_lse_base2,  # (ROWS,) the log-sum-exp that each row's softmax is relative to
     block, row, token, is_token, n_listed, entries,
-    coefficient, padded, V,
+    pair_coefficients, padded, V,
     labels, smoothing_target, relative_upstream, lift,
     smoothing_factor, smoothing, scale, softcap,
     RAGGED: tl.constexpr,
@@ -114,13 +115,15 @@ def tile_gradients(
     row = n_listed + 1     the smoothing row: û_v f_v
     rows past these        0
 
-    The profile's and the smoothing row have no label, m = 0 and factors of 1 until they are set.
+    `is_token` masks what is loaded of a token, so that the last two rows get no label, m = 0 and
+    factors of 1. With these the profile's row comes out as its softmax times the slope by itself.
+    The smoothing row's û is put in the place of its softmax below.
     """
     label = tl.load(labels + token, mask=is_token, other=-1)
     probabilities = tl.exp2(logits_base2 - softmax_lse_base2[:, None])
     # The draw's weight w solves m = (1 − w) P with the P of this very row, so that w P and the
     # low-rank part make up P exactly. It is 1 for a kept pair, which has m = 0.
-    coefficient_pointers = coefficient + block.to(tl.int64) * padded + token
+    coefficient_pointers = pair_coefficients + block.to(tl.int64) * padded + token
     pair_coefficient = tl.load(coefficient_pointers, mask=is_token, other=0.0).to(tl.float32)
     draw_weight = 1.0 - pair_coefficient / tl.maximum(tl.sum(probabilities, 1), 1e-30)
     gradients = probabilities * draw_weight[:, None]
@@ -181,9 +184,9 @@ def tile_item(
     block, index, n_listed, begin, entries,
     tile_owner, n_shares, tiles_done, shares_done,
     hidden, weight, weight_slices,
-    bias, smoothing_target, order, labels, lse_base2,
+    bias, smoothing_target, order, labels, lses_base2,
     relative_upstream, lift,
-    coefficient, listed_tokens,
+    pair_coefficients, listed_tokens,
     ring, ring_source, mean_rows, d_hidden_sums, d_weight,
     mean_start, padded, blocks, V, smoothing_factor, smoothing, scale, softcap,
     ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
@@ -216,14 +219,14 @@ def tile_item(
         logits_base2 = tl.where((entries < V)[None, :], logits_base2, -float("inf"))
 
     # A token's softmax goes over the whole vocabulary, the profile's over this block.
-    softmax_lse_base2 = tl.load(lse_base2 + token, mask=is_token, other=0.0)
+    softmax_lse_base2 = tl.load(lses_base2 + token, mask=is_token, other=0.0)
     has_other_rows = (index + 1) * ROWS > n_listed
     if has_other_rows:
         softmax_lse_base2 = tl.where(is_token, softmax_lse_base2, lse_within_block(logits_base2))
     gradients = tile_gradients(
         logits_base2, softmax_lse_base2,
         block, row, token, is_token, n_listed, entries,
-        coefficient, padded, V,
+        pair_coefficients, padded, V,
         labels, smoothing_target, relative_upstream, lift,
         smoothing_factor, smoothing, scale, softcap, RAGGED,
     )  # fmt: skip
@@ -331,9 +334,9 @@ def queue_kernel(
     hidden,  # (N, D)
     weight, weight_slices,  # (V, D), in tiles of WIDTH × DEPTH and of WIDTH × SLICE
     bias, smoothing_target,  # (V,) or None each
-    order, labels, lse_base2,  # of the super-block's `PackedTokens`
+    order, labels, lses_base2,  # of the super-block's `PackedTokens`
     relative_upstream, lift, common_factor, hidden_sum,  # the `Upstream`
-    coefficient, listed_tokens, listed,  # the `PairPlan`
+    pair_coefficients, listed_tokens, listed,  # the `PairPlan`
     ring, ring_source,  # (RING, ROWS, WIDTH) R of tiles, (RING, ROWS) where their hidden states are
     mean_rows,  # (2, V) written: q f and û f, with f the slope
     profile_sums,  # (blocks, D) Σ_i m_ij ĝ_i lift_i E_i
@@ -363,9 +366,9 @@ def queue_kernel(
                 block, index, n_listed, begin, entries,
                 tile_owner, n_shares, tiles_done, shares_done,
                 hidden, weight, weight_slices,
-                bias, smoothing_target, order, labels, lse_base2,
+                bias, smoothing_target, order, labels, lses_base2,
                 relative_upstream, lift,
-                coefficient, listed_tokens,
+                pair_coefficients, listed_tokens,
                 ring, ring_source, mean_rows, d_hidden_sums, d_weight,
                 mean_start, padded, blocks, V, smoothing_factor, smoothing, scale, softcap,
                 ALIGNED, RAGGED, ROWS, WIDTH, DEPTH, TMA, RING, HIDDEN_STAGES, D, SLICE, PRECISION,
@@ -385,7 +388,7 @@ def queue_kernel(
 @triton.jit
 def block_sums_kernel(
     hidden,  # (N, D)
-    coefficient,  # (blocks, padded) m_ij
+    pair_coefficients,  # (blocks, padded) m_ij
     order, relative_upstream, lift, valid_count,
     profile_sums,  # (blocks, D) written: Σ_i m_ij ĝ_i lift_i E_i
     smoothing_sums,  # (blocks, D) written: Σ_i ĝ_i E_i of dropped pairs; None without a softcap
@@ -399,29 +402,29 @@ def block_sums_kernel(
     profile_sum = tl.zeros((BLOCKS, SLICE), tl.float32)
     smoothing_sum = tl.zeros((BLOCKS, SLICE), tl.float32)
     known_block = tl.minimum(block, blocks - 1).to(tl.int64)
-    coefficient_pointers = coefficient + known_block[:, None] * padded
+    coefficient_pointers = pair_coefficients + known_block[:, None] * padded
     # Indices are read one step ahead, so that the gathers they lead to can be pipelined.
     source = tl.load(order + tl.arange(0, STEP), mask=tl.arange(0, STEP) < n_valid, other=0)
     for start in range(0, n_valid, STEP):
         token = start + tl.arange(0, STEP)
         is_token = token < n_valid
         # They are 0 past the last token.
-        pair_coefficients = tl.load(coefficient_pointers + token[None, :])
+        coefficient_tile = tl.load(coefficient_pointers + token[None, :])
         inside = is_token[:, None]
         if D % SLICE != 0:
             inside = inside & (column < D)[None, :]
         state_pointers = hidden + source.to(tl.int64)[:, None] * D + column[None, :]
         states = tl.load(state_pointers, mask=inside, other=0.0)
-        dropped = is_dropped(pair_coefficients)
+        dropped = is_dropped(coefficient_tile)
         if relative_upstream is not None:
             token_upstream = tl.load(relative_upstream + token, mask=is_token, other=0.0)[None, :]
-            pair_coefficients = pair_coefficients.to(tl.float32) * token_upstream
+            coefficient_tile = coefficient_tile.to(tl.float32) * token_upstream
             dropped *= token_upstream
         if lift is not None:
             token_lift = tl.load(lift + token, mask=is_token, other=0.0)[None, :]
-            pair_coefficients = pair_coefficients.to(tl.float32) * token_lift
+            coefficient_tile = coefficient_tile.to(tl.float32) * token_lift
         profile_sum = tl.dot(
-            pair_coefficients.to(states.dtype), states, profile_sum, input_precision=PRECISION
+            coefficient_tile.to(states.dtype), states, profile_sum, input_precision=PRECISION
         )
         if smoothing_sums is not None:
             smoothing_sum = tl.dot(
@@ -437,7 +440,7 @@ def block_sums_kernel(
 
 @triton.jit(do_not_specialize=["n_order"])
 def filtered_hidden_kernel(
-    coefficient,  # (blocks, padded) m_ij
+    pair_coefficients,  # (blocks, padded) m_ij
     order, relative_upstream, lift, common_factor, valid_count,
     d_hidden_sums,  # (padded, D) sums of R C over listed pairs
     profile_products,  # (blocks, D) W
@@ -463,17 +466,17 @@ def filtered_hidden_kernel(
             block = start + tl.arange(0, STEP)
             is_block = block < blocks
             block_start = block.to(tl.int64)[:, None] * padded
-            coefficient_pointers = coefficient + block_start + token[None, :]
-            pair_coefficients = tl.load(coefficient_pointers, mask=is_block[:, None], other=0.0)
+            coefficient_pointers = pair_coefficients + block_start + token[None, :]
+            coefficient_tile = tl.load(coefficient_pointers, mask=is_block[:, None], other=0.0)
             at = block.to(tl.int64)[:, None] * D + column[None, :]
             inside = is_block[:, None] & is_column[None, :]
             w_tile = tl.load(profile_products + at, mask=inside, other=0.0)
             sums = tl.dot(
-                tl.trans(pair_coefficients).to(dtype), w_tile, sums, input_precision=PRECISION
+                tl.trans(coefficient_tile).to(dtype), w_tile, sums, input_precision=PRECISION
             )
             if smoothing_products is not None:
                 h_tile = tl.load(smoothing_products + at, mask=inside, other=0.0)
-                dropped = is_dropped(tl.trans(pair_coefficients))
+                dropped = is_dropped(tl.trans(coefficient_tile))
                 smoothing_term = tl.dot(
                     dropped.to(dtype), h_tile, smoothing_term, input_precision=PRECISION
                 )

@@ -64,7 +64,7 @@ class PairPlan(NamedTuple):
 
     # (blocks, padded) bf16, m_ij: 0 for a kept pair, (1 − w) P < 0 for a drawn one, P > 0 for a
     # dropped one; see `is_dropped`.
-    coefficient: Tensor
+    pair_coefficients: Tensor
     # (blocks, padded) int16: the first listed[j] entries of row j are block j's listed tokens.
     listed_tokens: Tensor
     # (blocks,) int32: how many tokens each block lists.
@@ -127,11 +127,11 @@ def draw(seed, token, block):
 
 @triton.jit
 def plan_kernel(
-    # Pair statistics (blocks, padded), and what is written over them: `coefficient` lies in the
-    # memory of `pair_lse`, `listed_tokens` in that of `pair_max`.
-    pair_lse, coefficient, pair_max, listed_tokens,
+    # Pair statistics (blocks, padded), and what is written over them: `pair_coefficients` lies in
+    # the memory of `pair_lse`, `listed_tokens` in that of `pair_max`.
+    pair_lse, pair_coefficients, pair_max, listed_tokens,
     listed,  # (blocks,) written
-    lse_base2, label_logit, labels, valid_count,  # of the super-block's `PackedTokens`
+    lses_base2, label_logit, labels, valid_count,  # of the super-block's `PackedTokens`
     padded, log2_eps,  # of the call's threshold ε
     DRAWN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +152,7 @@ def plan_kernel(
         inside = token < padded
         log2_mass = tl.load(pair_lse + row_start + token, mask=inside, other=0.0).to(tl.float32)
         log2_max = tl.load(pair_max + row_start + token, mask=inside, other=0.0).to(tl.float32)
-        relative_lse_base2 = tl.load(lse_base2 + token, mask=inside, other=0.0)
+        relative_lse_base2 = tl.load(lses_base2 + token, mask=inside, other=0.0)
         label_logit_base2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
         relative_lse_base2 -= reference_logit_base2(label_logit_base2)
         norm = tl.minimum(tl.exp2(0.5 * (log2_max + log2_mass) - relative_lse_base2), eps)
@@ -166,7 +166,7 @@ def plan_kernel(
         log2_mass = tl.load(pair_lse + row_start + token, mask=inside, other=0.0).to(tl.float32)
         log2_max = tl.load(pair_max + row_start + token, mask=inside, other=0.0).to(tl.float32)
         label = tl.load(labels + token, mask=inside, other=-1)
-        token_lse_base2 = tl.load(lse_base2 + token, mask=inside, other=0.0)
+        token_lse_base2 = tl.load(lses_base2 + token, mask=inside, other=0.0)
         seed = token_lse_base2.to(tl.int32, bitcast=True)
         label_logit_base2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
         relative_lse_base2 = token_lse_base2 - reference_logit_base2(label_logit_base2)
@@ -190,7 +190,9 @@ def plan_kernel(
         # place of pair statistics that were read above, or before. The barrier (a __syncthreads)
         # makes sure that every thread of the program has read them.
         tl.debug_barrier()
-        tl.store(coefficient + row_start + token, pair_coefficient.to(tl.bfloat16), mask=inside)
+        tl.store(
+            pair_coefficients + row_start + token, pair_coefficient.to(tl.bfloat16), mask=inside
+        )
         tl.store(listed_tokens + row_start + place, token.to(tl.int16), mask=is_listed)
         n_listed += tl.sum(flag, 0)
     tl.store(listed + block, n_listed)
@@ -211,17 +213,17 @@ def plan_pairs(
     assert pair_statistics.element_size() == 2, "coefficients and lists take the same memory"
     assert padded <= MAX_PADDED_TOKENS, f"{padded} tokens do not fit an int16"
     pairs = PairPlan(
-        coefficient=pair_lse.view(torch.bfloat16),
+        pair_coefficients=pair_lse.view(torch.bfloat16),
         listed_tokens=pair_max.view(torch.int16),
         listed=torch.empty(blocks, device=pair_lse.device, dtype=torch.int32),
     )
     plan_kernel[(blocks,)](
         pair_lse=pair_lse,
-        coefficient=pairs.coefficient,
+        pair_coefficients=pairs.pair_coefficients,
         pair_max=pair_max,
         listed_tokens=pairs.listed_tokens,
         listed=pairs.listed,
-        lse_base2=tokens.lse_base2,
+        lses_base2=tokens.lse_base2,
         label_logit=tokens.label_logit,
         labels=tokens.labels,
         valid_count=tokens.valid_count,
@@ -280,15 +282,21 @@ def items_kernel(
     Tiles stand in the order of blocks, and so do shares. How the two are shuffled into each other
     follows from one rule: the shares of block r come after the tiles of block b where
 
-        b ≤ r    or    tile_end[b] ≤ first_tile[r] + reach
+        b ≤ r                                   (own or earlier tiles)
+        or tile_end[b] ≤ first_tile[r] + reach  (tiles within reach)
 
     and before those of all other blocks. So `reach` tiles or fewer stand between the begin of r's
     tiles and r's shares, mostly enough to find r's tiles done.
 
-    The queue cannot lock up, since the shares that free a tile's slot of the ring stand before that
-    tile. For neither `reach` nor the tiles of a block are more than the ring holds. Where block b's
-    tile takes a slot that a tile of block r had, the two tiles are as far apart as the ring is
-    long. Then r < b, and first_tile[r] + reach < tile_end[b], so that the rule does not hold.
+    The queue cannot lock up, since what an item waits for stands before it. A share waits for its
+    block's tiles, which are own tiles in the rule. A tile waits until its slot of the ring is free.
+    Say the tile is block b's, and a tile of block r had the slot before: RING tiles ago. Then
+
+        r < b                                   a block has at most RING tiles, so the two tiles
+                                                are of different blocks
+        tile_end[b] > first_tile[r] + reach     reach is at most RING
+
+    Neither half of the rule holds, so r's shares, which free the slot, stand before b's tiles.
 
     For example, with reach = 4, of three blocks of two, one and three tiles (T) and a share (S)
     each:
@@ -301,7 +309,7 @@ def items_kernel(
         of a tile of b     the tiles before it, and the shares of all r < r₀, where r₀ is the
                            smallest r with b ≤ r or first_tile[r] ≥ tile_end[b] − reach
         of a share of r    the shares before it, and the tiles of all b < b₀, where b₀ is the
-                           smallest b for which the rule does not hold with r
+                           smallest b > r with tile_end[b] > first_tile[r] + reach
 
     Both numbers of blocks are found by a binary search, the two side by side in one loop.
     """
@@ -311,12 +319,12 @@ def items_kernel(
     shares = tl.load(n_shares + block)
     last_share = tl.load(share_end + block)
 
-    # r₀ of this block's tiles is in [r0_low, r0_high]; at last it is r0_high. Since b ≤ r is one
-    # half of the rule, it is at most this block.
+    # r₀ of this block's tiles is in [r0_low, r0_high]; at last it is r0_high. It is at most this
+    # block, whose own tiles stand before its shares.
     r0_low = 0
     r0_high = block
-    # The b₀ of this block's shares by the rule's other half alone, which has tile_end[b] in it, is
-    # in [b0_low, b0_high]; at last it is b0_low. The half b ≤ r is the `maximum` below.
+    # The b₀ of this block's shares, were it for the tiles within reach alone, is in
+    # [b0_low, b0_high]; at last it is b0_low. Own and earlier tiles are the `maximum` below.
     # (`block * 0` is a 0 that is a tensor from the start, as what the loop assigns is.)
     b0_low = block * 0
     b0_high = blocks + block * 0

@@ -251,7 +251,7 @@ class FilteredGradients:
         call = self.call
         hidden = call.inputs.hidden
         tiles = call.tiles
-        blocks, padded = pairs.coefficient.shape
+        blocks, padded = pairs.pair_coefficients.shape
         d = hidden.shape[1]
         profile_sums = torch.empty(blocks, d, dtype=torch.float32, device=hidden.device)
         smoothing_sums = None
@@ -259,7 +259,7 @@ class FilteredGradients:
             smoothing_sums = torch.empty_like(profile_sums)
         block_sums_kernel[(cdiv(blocks, tiles.low_rank_blocks), cdiv(d, tiles.slice))](
             hidden=hidden,
-            coefficient=pairs.coefficient,
+            pair_coefficients=pairs.pair_coefficients,
             order=tokens.order,
             relative_upstream=upstream.relative_upstream,
             lift=upstream.lift,
@@ -288,7 +288,7 @@ class FilteredGradients:
         hidden = inputs.hidden
         weight = inputs.weight
         v, d = weight.shape
-        blocks, padded = pairs.coefficient.shape
+        blocks, padded = pairs.pair_coefficients.shape
         ring_tiles = max(tiles.ring, cdiv(padded + 2, tiles.pair_rows))
         slices = cdiv(d, tiles.slice) if self.weight is not None else 0
         memory = self._allocate_queue_memory(blocks, padded, ring_tiles)
@@ -311,7 +311,7 @@ class FilteredGradients:
             smoothing_target=inputs.smoothing_target,
             order=tokens.order,
             labels=tokens.labels,
-            lse_base2=tokens.lse_base2,
+            lses_base2=tokens.lse_base2,
             profile_sums=profile_sums,
             smoothing_sums=smoothing_sums,
             d_weight=self.weight,
@@ -364,14 +364,14 @@ class FilteredGradients:
         call = self.call
         tiles = call.tiles
         dtype = call.inputs.hidden.dtype
-        blocks, padded = pairs.coefficient.shape
+        blocks, padded = pairs.pair_coefficients.shape
         d = d_hidden_sums.shape[1]
         rows_of_h = d_hidden_sums[padded + blocks :]
         smoothing_products = None
         if call.inputs.options.softcap is not None:
             smoothing_products = rows_of_h.to(dtype)
         filtered_hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
-            coefficient=pairs.coefficient,
+            pair_coefficients=pairs.pair_coefficients,
             order=tokens.order,
             relative_upstream=upstream.relative_upstream,
             lift=upstream.lift,

@@ -262,7 +262,7 @@ class Coefficients(NamedTuple):
 
 @triton.jit
 def coefficients_kernel(
-    order, valid_count, lse_base2,  # (n,), (1,), (padded,) base 2
+    order, valid_count, lses_base2,  # (n,), (1,), (padded,) base 2
     upstream_loss, loss_scale, token_weights, upstream_lse,  # () or (N,), (), and (N,) or None
     softmax_coefficients, label_coefficients,  # (padded,) written
     padded, z_loss, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -280,7 +280,7 @@ def coefficients_kernel(
     if token_weights is not None:
         label_coefficient *= tl.load(token_weights + source, mask=valid, other=0.0)
     # The z-loss ζ lse² adds 2ζ lse to the softmax's coefficient.
-    lift = 1.0 + 2.0 * z_loss * (tl.load(lse_base2 + place, mask=valid, other=0.0) / LOG2E)
+    lift = 1.0 + 2.0 * z_loss * (tl.load(lses_base2 + place, mask=valid, other=0.0) / LOG2E)
     # `grad_in_forward.weigh_kernel` divides the label's coefficient by the softmax's, and where
     # that is 0 it takes the token for a masked one. So no lift is 0: a number too small to matter
     # takes the place of one next to 0, also in the ways that do not divide by it.
@@ -313,7 +313,7 @@ def coefficients(
     coefficients_kernel[(cdiv(padded, 1024),)](
         order=tokens.order,
         valid_count=tokens.valid_count,
-        lse_base2=tokens.lse_base2,
+        lses_base2=tokens.lse_base2,
         upstream_loss=upstream_loss.contiguous(),
         loss_scale=loss_scale,
         token_weights=call.inputs.token_weights,
