@@ -3,7 +3,7 @@
 The checks come in an order, since each takes for granted what the one before has checked:
 
     check_tensors   types, before tensors are cast as autocast says, and flattened
-    check_layout    the shapes that flattening follows
+    check_layout    shapes, on which flattening relies
     check_call      everything else that the host knows: dtypes, shapes, devices, gradients
     check_values    the numbers in the tensors, which on a GPU the device checks
 

@@ -339,10 +339,11 @@ class _Walk:
         """Add what these tokens have in the gradients.
 
         Both matrix products take a row of V numbers for each token (`_gradient_rows`) and operands
-        of D numbers. Without an upstream gradient of the log-sum-exps, a token's upstream gradient
-        g_i is a common factor of its row. Then the operands are multiplied by it, since these are
-        shorter, and the row is made with 1 in its place. With one the row is the sum of a term with
-        g_i and a term without it, so that g_i has to be in the row, and the operands' factor is 1.
+        of D numbers. Where the loss alone has an upstream gradient, a token's g_i is a common
+        factor of its row. Then the operands are multiplied by it, since these are shorter, and the
+        row is made with 1 in its place. Where the token's log-sum-exp has an upstream gradient h_i
+        too, the row is g_i · (…) + h_i p_i. So g_i has to be in the row, and the operands' factor
+        is 1.
         """
         g = upstream[chunk.tokens, None].to(self.dtype)
         if self.inputs.token_weights is not None:

@@ -303,7 +303,7 @@ def run_with_gradients(
 
 @operator.register_fake
 def operator_shapes(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, ...]:
-    """Empty tensors of the shapes and dtypes that the operator returns."""
+    """Tensors of the shapes and dtypes that the operator returns, without values."""
     call = OperatorCall.of_arguments(tensors, **keywords)
     hidden = call.tensors.hidden
     options = call.options.values

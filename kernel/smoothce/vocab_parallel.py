@@ -118,7 +118,8 @@ class TokenLogitSums(NamedTuple):
     # The rest is there where statistics are asked for.
     expected_logit: Tensor | None = None  # Σ_v p_v z_v, the mean logit under the softmax
     largest_logit: Tensor | None = None
-    argmax: Tensor | None = None  # int64, where that is in the whole vocabulary
+    # int64, the entry of the largest logit, numbered in the whole vocabulary
+    argmax: Tensor | None = None
 
 
 def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:

@@ -66,8 +66,9 @@ def recompute_kernel(
     row_tiles = tl.cdiv(n_rows, ROWS)
     n_tiles = row_tiles * tl.cdiv(chunk, WIDTH)
     workers = tl.num_programs(0)
-    # Flattened into the loop over D, so that the next tile's loads start while this one is written
-    # (FLATTEN: `Tiles.product_settings`).
+    # Flattened into the loop over D, so that the next tile's loads start while this one is written.
+    # `range` knows no `flatten`, but its unknown arguments are ignored by Triton's compiler, and
+    # the interpreter takes `tl.range` (`Tiles.product_settings`).
     for tile in (tl.range if FLATTEN else range)(tl.program_id(0), n_tiles, workers, flatten=True):  # type: ignore[call-overload]
         row = (tile % row_tiles) * ROWS
         column = (tile // row_tiles) * WIDTH

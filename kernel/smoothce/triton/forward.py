@@ -112,7 +112,8 @@ def forward_kernel(
     begin = (n_tiles * wave) // WAVES + tl.program_id(0) % wave_programs
     end = (n_tiles * (wave + 1)) // WAVES
     # Flattened into the loop over D, so that the next tile's loads start during this tile's
-    # exponentials (FLATTEN: `Tiles.product_settings`).
+    # exponentials. `range` knows no `flatten`, but its unknown arguments are ignored by Triton's
+    # compiler, and the interpreter takes `tl.range` (`Tiles.product_settings`).
     for tile in (tl.range if FLATTEN else range)(begin, end, wave_programs, flatten=True):  # type: ignore[call-overload]
         row_tile, block = tile_place(tile, row_tiles, n_blocks, GROUP)
         row = first_token + row_tile * ROWS
@@ -181,14 +182,14 @@ def forward_kernel(
 def finish_kernel(
     lse_base2, smoothing_logit_base2,  # the `BlockSums` of these tokens
     expected_logit_base2, largest_logit_base2, argmax,  # and those of token statistics
-    tile_offsets_base2,  # (blocks, padded) of all packed tokens, or None
+    tile_offsets_base2,  # of all packed tokens, as (blocks, padded); or None
     valid_count, label_logits,  # (1,), (padded,) in nats
     lses, smoothing_logits, offsets_base2,  # (padded,) written: nats, nats, base 2
     expected_logits, largest_logits, argmaxes,  # (padded,) written where there is `argmax`, or None
     first_token, n_tokens,  # of the packed tokens, those that are joined
     first_entry, n_blocks, padded, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Join the blocks of TOKENS tokens; rows past the valid tokens get zeros.
+    """Join the blocks of TOKENS tokens; rows past the valid tokens get zeros, and −1 in `argmaxes`.
 
     BLOCKS blocks are read at a time, and each of BLOCKS running sums takes one of them. The sums
     are joined at the end. `probability_sum` and `expected_logit` are relative to `lse_max`, the
@@ -268,11 +269,11 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["n_order"])
 def losses_kernel(
-    lses, label_logits, smoothing_logits,  # (padded,) of packed tokens, in nats
+    packed_lses, label_logits, smoothing_logits,  # (padded,) of packed tokens, in nats
     expected_logits, packed_argmaxes,  # (padded,), or None without token statistics
     valid_count, order, token_weights,  # (1,), (n_order,), (N,) or None
     lses_base2,  # (padded,) written, for the backward
-    losses, full_lses, log_probabilities, entropies, argmaxes,  # (n_order,) written: the `Results`
+    losses, lses, log_probabilities, entropies, argmaxes,  # (n_order,) written: the `Results`
     n_order, padded, smoothing, z_loss, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each token's loss and token statistics at its place in the caller's order."""
@@ -280,7 +281,7 @@ def losses_kernel(
     valid = place < tl.load(valid_count)
     known = place < n_order
     source = tl.load(order + place, mask=known, other=0)
-    lse = tl.load(lses + place, mask=valid, other=0.0)
+    lse = tl.load(packed_lses + place, mask=valid, other=0.0)
     label_logit = tl.load(label_logits + place, mask=valid, other=0.0)
     loss = lse - (1.0 - smoothing) * label_logit + z_loss * lse * lse
     if smoothing != 0:
@@ -289,7 +290,7 @@ def losses_kernel(
         loss *= tl.load(token_weights + source, mask=valid, other=0.0)
     tl.store(lses_base2 + place, tl.where(valid, lse * LOG2E, float("inf")), mask=place < padded)
     tl.store(losses + source, tl.where(valid, loss, 0.0), mask=known)
-    tl.store(full_lses + source, tl.where(valid, lse, 0.0), mask=known)
+    tl.store(lses + source, tl.where(valid, lse, 0.0), mask=known)
     if expected_logits is not None:
         tl.store(log_probabilities + source, tl.where(valid, label_logit - lse, 0.0), mask=known)
         entropy = lse - tl.load(expected_logits + place, mask=valid, other=0.0)
@@ -341,8 +342,9 @@ class SavedProbabilities(NamedTuple):
     """Where the forward leaves the probabilities p̃ of packed tokens."""
 
     probabilities: Tensor  # (whole tiles of tokens, blocks · width) in the inputs' dtype
-    # fp32 base 2, what each tile's are relative to: memory for a (blocks, padded) matrix, since
-    # kernels take the `padded` of the tokens at hand as the length of a row.
+    # (blocks · tokens of a full part,) fp32 base 2, what each tile's are relative to. Kernels lay a
+    # (blocks, padded) matrix over its beginning, whose rows are as long as the `padded` of the part
+    # at hand. It is flat since the last part, which may be smaller, has a matrix of shorter rows.
     tile_offsets_base2: Tensor
 
 
@@ -536,7 +538,7 @@ def write_losses(
     options = call.inputs.options
     padded = len(tokens.lse_base2)
     losses_kernel[(cdiv(padded, 1024),)](
-        lses=sums.lse,
+        packed_lses=sums.lse,
         label_logits=tokens.label_logit,
         smoothing_logits=sums.smoothing_logit,
         expected_logits=sums.expected_logit,
@@ -546,7 +548,7 @@ def write_losses(
         token_weights=call.inputs.token_weights,
         lses_base2=tokens.lse_base2,
         losses=results.losses,
-        full_lses=results.lse,
+        lses=results.lse,
         log_probabilities=results.log_probability,
         entropies=results.entropy,
         argmaxes=results.argmax,

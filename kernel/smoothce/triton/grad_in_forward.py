@@ -21,9 +21,9 @@ where ê = −κ scale Σ_i b_i E_i, over the tokens of all parts. The first giv
 mean that dE takes; the second gives dC its smoothing term. dE's other terms are added in fp32 when
 its row is rounded. For dC the label's p̃ becomes p̃ − (1−β) b_i / w_i, one number a token.
 
-û and ê are each the sum of two 16-bit numbers, so that the one row is three (`SmoothingRows`). The
-bias's gradient is a product too, Σ_i p̃_iv w_i. Its factors w_i are rounded to 16 bits once, and so
-is −κ Σ_i b_i beside û.
+û and ê are each the sum of two numbers in the inputs' dtype, so that the one row is three
+(`SmoothingRows`). The bias's gradient is a product too, Σ_i p̃_iv w_i. Its factors w_i are rounded
+to the inputs' dtype once, and so is −κ Σ_i b_i beside û.
 
 Under a softcap ∂logit/∂product differs from logit to logit: there such a pass makes S, in place,
 and the smoothing term is in it.
@@ -74,7 +74,7 @@ REPAIR_PROGRAMS = 4  # programs of it to the rows of a token tile
 
 @triton.jit
 def repair_kernel(
-    memory, tile_offsets_base2,  # (n, stride), (blocks, padded)
+    memory, tile_offsets_base2,  # (n, stride), as (blocks, padded)
     offsets_base2, valid_count,  # (padded,), (1,)
     n, n_blocks, padded, stride, CLEAR: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -108,7 +108,7 @@ def weigh_kernel(
     packed, labels, label_logits, lses_base2, offsets_base2,  # of packed tokens
     softmax_coefficients, label_coefficients, valid_count,
     memory, stride,  # p̃, whose labels' are changed
-    weighed, weights,  # (n, D) w_i scale E_i, (n,) w_i, written
+    weighed, token_factors,  # (n, D) w_i scale E_i, (n,) w_i, written
     smoothing, scale, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token: its hidden state as dC takes it, and of the label what is left of p̃.
@@ -119,8 +119,8 @@ def weigh_kernel(
     lse_base2 = tl.load(lses_base2 + token)
     offset_base2 = tl.load(offsets_base2 + token)
     softmax_coefficient = tl.load(softmax_coefficients + token)
-    weight = tl.where(valid, softmax_coefficient * tl.exp2(offset_base2 - lse_base2), 0.0)
-    tl.store(weights + token, weight)
+    token_factor = tl.where(valid, softmax_coefficient * tl.exp2(offset_base2 - lse_base2), 0.0)
+    tl.store(token_factors + token, token_factor)
     label = tl.load(labels + token)
     if label >= 0:
         # b_i / w_i = (b_i / a_i) 2^(lse_i − o_i), which does not divide by a w_i that underflows.
@@ -136,7 +136,7 @@ def weigh_kernel(
         state = tl.load(packed + places, mask=columns < D, other=0.0).to(tl.float32)
         tl.store(
             weighed + places,
-            (state * (weight * scale)).to(weighed.dtype.element_ty),
+            (state * (token_factor * scale)).to(weighed.dtype.element_ty),
             mask=columns < D,
         )
 
@@ -177,7 +177,7 @@ class Workspace:
         tiles = call.tiles
         # The forward writes whole tiles, and `part_tokens` is a number of them.
         memory = weight.new_empty(LEAD + part_tokens, call.blocks * tiles.width)
-        tile_offsets_base2 = weight.new_empty(call.blocks, part_tokens, dtype=torch.float32)
+        tile_offsets_base2 = weight.new_empty(call.blocks * part_tokens, dtype=torch.float32)
         return cls(memory, SavedProbabilities(memory[LEAD:], tile_offsets_base2), len(weight))
 
     def rows(self, n: int) -> Tensor:
@@ -219,8 +219,9 @@ class SmoothingRows:
     """Rows of the workspace by which the smoothing term −β u_v b_i of all tokens, of rank one, is a
     part of the products. There are none without smoothing, nor under a softcap.
 
-    The module's docstring says what û, ê and κ are. In 16 bits û = û_hi + û_lo and ê = ê_hi + ê_lo
-    are sums of two numbers, and of their product the smallest term is left out:
+    The module's docstring says what û, ê and κ are. In the inputs' dtype û = û_hi + û_lo and
+    ê = ê_hi + ê_lo are sums of two numbers (in fp32 the second ones are 0), and of their product
+    the smallest term is left out:
 
         û ê ≈ û_hi ê_hi + û_hi ê_lo + û_lo ê_hi
 
@@ -274,16 +275,16 @@ class SmoothingRows:
         self.hidden_sum += label_coefficients @ packed.float()
         self.coefficient_sum += label_coefficients.sum()
 
-    def write_factors(self, states: Tensor, weights: Tensor, scale: float) -> None:
+    def write_factors(self, states: Tensor, bias_factors: Tensor, scale: float) -> None:
         """Write what dC's product and the bias's take beside the rows of û: ê into the first rows
-        of `states`, (·, D), and ŵ into those of `weights`, (·,)."""
+        of `states`, (·, D), and ŵ into those of `bias_factors`, (·,)."""
         state = -self.smoothing_factor * scale * self.hidden_sum
         states[U_HIGH_E_HIGH] = state  # which rounds it
         states[U_HIGH_E_LOW] = state - states[U_HIGH_E_HIGH].float()
         states[U_LOW_E_HIGH] = state
-        weight = -self.smoothing_factor * self.coefficient_sum
-        weights[U_HIGH_E_HIGH] = weight
-        weights[U_LOW_E_HIGH] = weight
+        bias_factor = -self.smoothing_factor * self.coefficient_sum
+        bias_factors[U_HIGH_E_HIGH] = bias_factor
+        bias_factors[U_LOW_E_HIGH] = bias_factor
 
 
 @dataclass
@@ -313,12 +314,12 @@ class GradientSums:
         self,
         rows: Tensor,  # (n, V)
         states: Tensor,  # (n, D)
-        weights: Tensor,  # (n,), rounded to the dtype of `rows`
+        bias_factors: Tensor,  # (n,), rounded to the dtype of `rows`
         bias_divisor: float = 1.0,
     ) -> None:
-        """Add rowsᵀ · states to dC, and weights · rows / bias_divisor to the bias's.
+        """Add rowsᵀ · states to dC, and bias_factors · rows / bias_divisor to the bias's gradient.
 
-        The divisor is applied in fp32, where it is not rounded as the weights are."""
+        The divisor is applied in fp32, where it is not rounded as the factors are."""
         if len(rows) == 0:
             return
         if self.weight is not None:
@@ -331,7 +332,7 @@ class GradientSums:
             else:
                 torch.mm(rows.T, states, out=self.weight)
         if self.bias is not None:
-            self.bias += matmul_fp32(weights.to(rows.dtype)[None], rows)[0] / bias_divisor
+            self.bias += matmul_fp32(bias_factors.to(rows.dtype)[None], rows)[0] / bias_divisor
         self.begun = True
 
     def result(self, call: LossCall) -> Gradients:
@@ -406,7 +407,7 @@ class GradientMaker:
             self.write_hidden(part, token_coefficients, self.sums.hidden[part.where])
         if self.sums.weight is None and self.sums.bias is None:
             return
-        states, weights = self.weigh(part, token_coefficients)
+        states, bias_factors = self.weigh(part, token_coefficients)
         smoothing_rows = self.smoothing_rows
         if smoothing_rows is not None:
             n = part.n
@@ -414,11 +415,11 @@ class GradientMaker:
         # ê sums over all parts, so that the last one alone adds the smoothing term, of every token.
         is_last_part = part.where.stop == self.n_tokens
         if smoothing_rows is not None and is_last_part:
-            smoothing_rows.write_factors(states, weights, part.call.inputs.logit_scale)
+            smoothing_rows.write_factors(states, bias_factors, part.call.inputs.logit_scale)
             rows = self.workspace.rows_with_lead(part.n)
-            self.sums.add_products(rows, states, weights)
+            self.sums.add_products(rows, states, bias_factors)
         else:
-            self.sums.add_products(self.workspace.rows(part.n), states[LEAD:], weights[LEAD:])
+            self.sums.add_products(self.workspace.rows(part.n), states[LEAD:], bias_factors[LEAD:])
 
     def repair(self, part: Part) -> None:
         """Make all probabilities relative to their tokens' offsets."""
@@ -473,7 +474,7 @@ class GradientMaker:
         tokens = part.tokens
         d = part.packed.shape[1]
         states = part.packed.new_zeros(LEAD + n, d)
-        weights = part.packed.new_zeros(LEAD + n, dtype=torch.float32)
+        bias_factors = part.packed.new_zeros(LEAD + n, dtype=torch.float32)
         if n:
             saved = self.workspace.saved
             weigh_kernel[(n,)](
@@ -488,10 +489,10 @@ class GradientMaker:
                 memory=saved.probabilities,
                 stride=saved.probabilities.stride(0),
                 weighed=states[LEAD:],
-                weights=weights[LEAD:],
+                token_factors=bias_factors[LEAD:],
                 smoothing=inputs.options.label_smoothing,
                 scale=inputs.logit_scale,
                 D=d,
                 BLOCK=min(1024, triton.next_power_of_2(d)),
             )
-        return states, weights
+        return states, bias_factors

@@ -54,12 +54,13 @@ from smoothce.vocab_parallel import all_reduce_gradient
 SUPER_BLOCK_TOKENS = 8192
 
 # The chunk memory, for a chunk's S, is this module's own: what the option `workspace` limits is the
-# memory of `grad_in_forward`. It and what dE's fp32 sum takes beyond dE are together at most
-# CHUNK_BYTES, which with all else that a step holds is the 118 MB of kernel/README.md, and at most
-# CHUNK_SHARE of the two gradients' bytes. The few numbers that each token has besides take
-# 0.35 % of these bytes at most, so that a step holds at most a tenth more than its gradients:
+# memory of `grad_in_forward`. With `gradients` for the bytes of dE and dC together,
 #
-#     chunk memory + numbers of tokens  ≤  (CHUNK_SHARE + 0.0035) · gradients  =  0.1 · gradients
+#     chunk memory + (fp32 sum of dE − dE)  ≤  min(CHUNK_BYTES, CHUNK_SHARE · gradients)
+#
+# With CHUNK_BYTES and all else that it holds a step comes to the 118 MB of kernel/README.md.
+# CHUNK_SHARE leaves room for the few numbers that each token has besides, 0.0035 · gradients at
+# most, so that a step holds at most a tenth more than its gradients.
 #
 # But the chunk memory has CHUNK_LEAST_BYTES in any case, for fewer entries at a time leave the
 # products too small.

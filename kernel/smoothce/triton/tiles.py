@@ -25,7 +25,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 class Tiles:
     """The tile shapes that every launch of one call agrees on."""
 
-    # The product E Cᵀ, of the forward and of the exact backward.
+    # The product E Cᵀ, of the forward and of the exact backward. `rows` is a tile's tokens in the
+    # filter's low-rank product for dE too, and packed tokens are padded to a multiple of it.
     rows: int = 128  # tokens of a tile
     width: int = 256  # vocabulary entries of a tile, and of a block that the filter keeps or skips
     depth: int = 64  # step along D
@@ -39,7 +40,7 @@ class Tiles:
     pair_stages: int = 3
     hidden_stages: int = 2  # pipeline stages of the loop over D that takes R to dE
     slice: int = 128  # width along D of a gradient's tile
-    step: int = 64  # step along tokens of the weight gradient
+    step: int = 64  # step along what is summed over: tokens for dC, blocks for dE's low-rank part
     low_rank_blocks: int = 128  # vocabulary blocks of a tile of the low-rank products
     ring: int = 192  # tiles of R that may wait for their weight gradient
 
@@ -54,10 +55,10 @@ class Tiles:
             "WIDTH": self.width,
             "DEPTH": self.depth,
             "TMA": self.tma,
-            # Whether kernels loop over tiles with `tl.range`, whose `flatten=True` was measured
-            # with the TMA. The Triton of a GPU without the TMA may be too old for it: there it is
-            # `range`, whose unknown arguments the compiler ignores. The interpreter would not, and
-            # takes `tl.range`.
+            # Whether kernels loop over tiles with `tl.range(…, flatten=True)`, which was measured
+            # with the TMA. The Triton of a GPU without the TMA may be too old for `flatten`. So
+            # kernels take `range` there, and Triton's compiler ignores the argument, which `range`
+            # does not know. The interpreter does not ignore it, and gets `tl.range`.
             "FLATTEN": self.tma or INTERPRETED,
             "PRECISION": self.precision,
             "num_warps": self.warps,
