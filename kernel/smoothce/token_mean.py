@@ -23,7 +23,8 @@ def token_mean_factor(
     its label does not count.
 
     Every rank calls this once for each update, since it sums over the default process group, where
-    there is one. Raises ValueError where there are no labels or `steps` is below 1, and TypeError
+    there is one. Where that is a group of NCCL alone, labels have to be on the rank's GPU. Raises
+    ValueError where they are not, where there are no labels or `steps` is below 1, and TypeError
     for a tensor in place of the list or for anything but tensors in it.
     """
     if isinstance(labels, Tensor) or not all(isinstance(batch, Tensor) for batch in labels):
@@ -36,6 +37,11 @@ def token_mean_factor(
     tokens = torch.stack(counts).sum()
     ranks = 1
     if dist.is_available() and dist.is_initialized():
+        if dist.get_backend() == dist.Backend.NCCL and not tokens.is_cuda:
+            raise ValueError(
+                f"labels are on {tokens.device}, and NCCL sums on GPUs alone: "
+                "give [batch.cuda() for batch in labels]"
+            )
         dist.all_reduce(tokens)
         ranks = dist.get_world_size()
     divisor = len(labels) if steps is None else steps
