@@ -46,7 +46,7 @@ import torch
 import triton
 from torch import Tensor
 
-from smoothce.bench.__main__ import MODELS
+from smoothce.bench.__main__ import MODELS, positive
 from smoothce.bench.measure import (
     ClassifierShape,
     Measurement,
@@ -66,7 +66,7 @@ from smoothce.bench.table import MISSING, describe_hardware, markdown_table, num
 CONTEXT = 2.0
 MASKED = 0.25  # the share of labels that are masked where masking is checked
 SHARE_TO_BEGIN = 2 / 3  # of the time limit, after which no further method is begun
-HANGING = 60.0  # seconds; a turn to be timed takes some, and one that takes so many hangs
+HANGING = 60.0  # seconds; a turn to be timed takes a few, and one that has taken so long has hung
 BROKEN_DEVICE = 3  # exit code of a shape's process whose GPU has become unusable
 BOUND = "bound"  # the method that is no loss, but the products that every exact gradient takes
 
@@ -127,7 +127,7 @@ CONTENDERS = {
     "paper": Contender("paper's algorithm, our untuned rewrite", peers.paper_rewrite),
     "unsloth": Contender("Unsloth", peers.unsloth, "unsloth_zoo"),
 }
-# They change torch when they are imported, so that they are imported when the others are timed.
+# Importing these changes torch. So they are imported only after all others have been timed.
 CHANGES_TORCH = ("unsloth",)
 
 # How far a method has come at a shape, as its last line of the output says. The shape's process
@@ -195,7 +195,9 @@ def parse(words: list[str] | None = None) -> Arguments:
         help=f"of {', '.join(CONTENDERS)} (all); the bound is always measured",
     )
     parser.add_argument("--label-smoothing", type=float, default=0.1, metavar="β", help="(0.1)")
-    parser.add_argument("--repeats", type=int, default=3, help="samples behind each median (3)")
+    parser.add_argument(
+        "--repeats", type=positive, default=3, help="samples behind each median (3)"
+    )
     parser.add_argument("--seconds", type=float, default=0.2, help="that a sample takes (0.2)")
     parser.add_argument(
         "--limit",
@@ -250,7 +252,7 @@ class Recorder:
     def record(
         self, contender: str, row: Row, reached: State, checks: PeerRow | None = None
     ) -> None:
-        """Write how far a method has come; with a reason in its row it has failed, how far ever.
+        """Write how far a method has come. A row with a reason counts as failed in any case.
 
         `checks` has the figures that `Row` does not know."""
         line: PeerRow = {
@@ -307,7 +309,9 @@ class Truth:
 
 
 class GroupRun:
-    """Measures methods that may be in one process while they are timed."""
+    """Measures methods whose timings may take turns, as one group of a shape's process.
+
+    What changes torch is in a later group of the same process."""
 
     def __init__(
         self,

@@ -23,6 +23,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+import smoothce  # the checkout that PYTHONPATH names
+
 LANGUAGE = Path(__file__).resolve().parents[1] / "smoothce" / "bench" / "language.py"
 # CONTEXT and MAX_REASON are those of all_peers.py and smoothce/bench/measure.py. They are written
 # out here, since the smoothce that this process imports is another checkout's.
@@ -141,8 +143,6 @@ def sample(product: Callable[[], None], step: Callable[[], None]) -> float:
 
 
 def main(folder: Path, job: Job) -> None:
-    import smoothce  # here, so that compare.py can read CALLS without a checkout on its path
-
     found = Path(smoothce.__file__).resolve()
     if not found.is_relative_to(folder.resolve()):
         raise RuntimeError(f"smoothce was imported from {found}, not from {folder}")

@@ -151,6 +151,9 @@ def load_tiles(
     PIECES: gl.constexpr = 1 if PING_PONG else 2
     PIECE_ROWS: gl.constexpr = ROWS // PIECES
     stage = 0
+    # All buffers are empty at first. A wait for phase 1 of a barrier that nobody has arrived at
+    # returns at once, so the first round of the ring waits for that phase of `empty`. Of `full` the
+    # first phase that is waited for is 0, which ends when the buffer has been loaded.
     phase = 1
     for tile in range(gl.program_id(0), (N // ROWS) * BLOCKS, PROGRAMS):
         row, entry = tile_place(tile, BLOCKS, ROWS, WIDTH, GROUP)
@@ -198,7 +201,8 @@ def multiply_tiles(
         row, entry = tile_place(tile, BLOCKS, ROWS, WIDTH, GROUP)
         if PING_PONG:
             # Only when the other group has multiplied the tile before this one. The first tile of
-            # all has none before it, which the phase of a new barrier says.
+            # all has none before it: group 0 waits for phase 1 there, which returns at once as in
+            # `load_tiles`.
             mbarrier.wait(turns.index(WHICH), (turn & 1) ^ (1 - WHICH))
         logits = warpgroup_mma_init(gl.zeros((PIECE_ROWS, WIDTH), gl.float32, MMA))
         for k in range(0, STEPS):

@@ -180,6 +180,13 @@ def test_all_peers_tiny(tmp_path, capsys):
     assert "| knows no softcap | – | – | – | – | – | – | smoothing, softcap, bias |" in printed
 
 
+def test_all_peers_takes_a_sample_at_least(tmp_path, capsys):
+    """Without one a row would be "timed" and have no time."""
+    with pytest.raises(SystemExit):
+        all_peers.parse(["--tiny", "--out", str(tmp_path / "peers.jsonl"), "--repeats", "0"])
+    assert "argument --repeats: must be at least 1, not 0" in capsys.readouterr().err
+
+
 def arguments(out, methods):
     return all_peers.parse(["--tiny", "--out", str(out), "--methods", *methods])
 
