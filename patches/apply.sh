@@ -10,7 +10,8 @@
 #   before      upstream's, at the commit that UPSTREAM names; git's id of it is `blob_before`
 #   after       `before` with the patches; git's id of it is `blob_after`
 #   unpatched   the checkout's without the patches' lines; the same as the checkout's if it holds none
-#   merged      `unpatched` with the patches, which is what gets written
+#   merged      `unpatched` with the patches
+# What gets written is `merged`, and to undo the patches `unpatched`.
 # A checkout whose file holds lines of the patches is patched if it equals `merged`; else it holds some of them only, or
 # at other places, and is refused.
 set -euo pipefail
@@ -24,7 +25,7 @@ fail() { echo "error: $1" >&2; exit 2; }
 # before. Fails where a block does not occur.
 without_blocks() {
   awk '
-    NR == FNR {
+    FILENAME == ARGV[1] {
       if (/^>/) {
         size[blocks]++
         block[blocks, size[blocks]] = substr($0, 3)
@@ -72,25 +73,39 @@ target=$checkout/$file
 [ -f "$target" ] || fail "$checkout has no $file, so it is no open-instruct checkout; to get one: $get"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export GIT_CEILING_DIRECTORIES=$work # git apply works in $work, whatever repository that is in
-mkdir -p "$work/${file%/*}"
-before=$work/before after=$work/$file merged=$work/merged
+work=$(cd "$work" && pwd -P)
+# In a folder of a repository, `git apply` would skip the files of the patches and succeed. It looks for one in $work, and
+# goes no further up than the folder below a ceiling.
+export GIT_CEILING_DIRECTORIES=${work%/*}
+before=$work/before
+after=$work/after
+unpatched=$work/unpatched
+merged=$work/merged
 
-case $(git hash-object --no-filters "$target") in
-  "$blob_before") cp "$target" "$before" ;;
+# git applies the patches, and undoes them, only at the path that they name.
+path_in_patches=$work/$file
+mkdir -p "${path_in_patches%/*}"
+apply_patches() { (cd "$work" && git apply --unidiff-zero "${patches[@]}"); }
+undo_patches() {
+  local i
+  for ((i = ${#patches[@]} - 1; i >= 0; i--)); do
+    (cd "$work" && git apply --unidiff-zero --reverse "${patches[i]}") || return
+  done
+}
+blob_of() { git hash-object --no-filters "$1"; }
+damaged="the patches in $here are not as they were recorded (their index lines name another result); $checkout is left as it is: take $here afresh from this project"
+
+case $(blob_of "$target") in
+  "$blob_before") cp "$target" "$path_in_patches" ;;
   "$blob_after")
-    # The patches can be undone at the path that they name alone, so `before` is made there.
-    cp "$target" "$after"
-    for ((i = ${#patches[@]} - 1; i >= 0; i--)); do
-      (cd "$work" && git apply --unidiff-zero --reverse "${patches[i]}")
-    done
-    mv "$after" "$before" ;;
-  *) git -C "$checkout" cat-file blob "$blob_before" > "$before" 2> /dev/null ||
+    cp "$target" "$path_in_patches"
+    undo_patches && [ "$(blob_of "$path_in_patches")" = "$blob_before" ] || fail "$damaged" ;;
+  *) git -C "$checkout" cat-file blob "$blob_before" > "$path_in_patches" 2> /dev/null ||
     fail "$file in $checkout is not that of ${commit:0:12}, and its repository lacks that commit (another project, a shallow clone or an archive), so that it cannot be merged with the patches; in full: $get. The runner needs no line of it changed: python -m smoothed_open_instruct $checkout …" ;;
 esac
-cp "$before" "$after"
-(cd "$work" && git apply --unidiff-zero "${patches[@]}") && [ "$(git hash-object --no-filters "$after")" = "$blob_after" ] ||
-  fail "the patches in $here are not as they were recorded (their index lines name another result); $checkout is left as it is: take $here afresh from this project"
+cp "$path_in_patches" "$before"
+apply_patches && [ "$(blob_of "$path_in_patches")" = "$blob_after" ] || fail "$damaged"
+cp "$path_in_patches" "$after"
 
 # Matches each patched line that names this package, which they import `as ours`; those that only go with one (a `break`)
 # it misses. A variable `ours` of the checkout's own matches too, and is refused: it would hide the import.
@@ -99,7 +114,7 @@ strange=$(grep -E "$patch_call" "$target" | grep -vxF -f <(grep -E "$patch_call"
 [ -z "$strange" ] ||
   fail "$file in $checkout holds lines of another version of these patches, or a variable \`ours\` of its own, which would hide their import: rename that, or undo them with the apply.sh that came with them, or patch a second checkout ($get):"$'\n'"$strange"
 
-unpatched=$work/unpatched patched_already=no
+patched_already=no
 cp "$target" "$unpatched"
 if grep -qE "$patch_call" "$target"; then
   patched_already=yes
@@ -121,15 +136,16 @@ fi
 [ "$patched_already" = no ] || cmp -s "$target" "$merged" ||
   fail "$file in $checkout holds lines of these patches at other places than theirs, or some of them only (plain \`git apply\` adds them at the end of the file), so nothing was changed. Take the file back (git -C $checkout checkout -- $file; save changes of your own first) and run this again"
 
+result=$merged
 case $action,$patched_already in
   check,yes) echo "patched: $checkout (${#patches[@]} patches for ${commit:0:12})"; exit ;;
   check,no) echo "not patched: $checkout; to patch it: $here/apply.sh $checkout"; exit 1 ;;
   apply,yes) echo "already patched: $checkout"; exit ;;
   reverse,no) echo "not patched, nothing to undo: $checkout"; exit ;;
-  reverse,yes) merged=$unpatched ;;
+  reverse,yes) result=$unpatched ;;
 esac
 cp -p "$target" "$target.new"
-cat "$merged" > "$target.new"
+cat "$result" > "$target.new"
 mv "$target.new" "$target"
 [ "$action" = reverse ] && { echo "patches undone: $checkout"; exit; }
 install="smoothce smoothed-open-instruct"
