@@ -269,6 +269,39 @@ def test_warnings_name_the_users_line():
         assert warning.filename == __file__, warning.message
 
 
+def test_a_call_of_the_model_inside_its_own_forward_gives_no_warning():
+    model, data = tiny(), batch()
+    calls = []
+
+    def calls_the_model_once(decoder, inputs):
+        if calls == ["outer"]:
+            calls.append("inner")
+            model(**data)
+
+    model.model.register_forward_pre_hook(calls_the_model_once)
+    patch_model(model, label_smoothing=0.1)
+    calls.append("outer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**data)
+    assert calls == ["outer", "inner"]
+
+
+def test_wrong_positional_arguments_raise_as_in_python():
+    model, data = patch_model(tiny(), label_smoothing=0.1), batch()
+    ids, labels = data["input_ids"], data["labels"]
+    with pytest.raises(TypeError, match="got multiple values for argument 'input_ids'"):
+        model(ids, input_ids=ids, labels=labels)
+    names = [
+        parameter.name
+        for parameter in inspect.signature(type(model).forward).parameters.values()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    most = len(names) - 1  # without self
+    with pytest.raises(TypeError, match=f"takes {most} positional arguments, not {most + 1}"):
+        model(ids, *[None] * most, labels=labels)
+
+
 def test_a_call_that_failed_does_not_hide_the_next_one_around_the_loss():
     model, data = patch_model(tiny(), label_smoothing=0.1), batch()
     with pytest.raises(ValueError, match="logits_to_keep"):

@@ -515,6 +515,26 @@ def test_a_hook_that_only_looks_stays(when):
     torch.testing.assert_close(model(**batch()).loss, expected(tiny(), batch(), 0.1))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_that_raises_for_the_ramp_is_named(when):
+    """It may want its own batch's shape, and can then not be tried."""
+
+    def wants_two_rows(head, args, logits):
+        if logits.dim() == 3 and logits.shape[0] != 2:  # in training it gets the loss, ()
+            raise IndexError("two rows only")
+
+    model = tiny()
+    if when == "before":
+        model.lm_head.register_forward_hook(wants_two_rows)
+        with pytest.raises(ValueError, match=r"wants_two_rows on lm_head raises IndexError: two"):
+            patch_model(model, label_smoothing=0.1)
+    else:
+        patch_model(model, label_smoothing=0.1)
+        model.lm_head.register_forward_hook(wants_two_rows)
+        with pytest.raises(ValueError, match=r"wants_two_rows on lm_head raises IndexError: two"):
+            model(**batch())
+
+
 def test_a_hook_that_looks_by_the_heads_weight_stays_on_a_16_bit_head():
     """What it is tried with has the head's dtype, as hidden states have."""
 

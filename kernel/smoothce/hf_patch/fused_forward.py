@@ -11,6 +11,7 @@ from smoothce.hf_patch.anatomy import (
     CausalModel,
     check_head,
     class_forward,
+    class_of,
     config_of,
     decoder_of,
     runs_another_forward,
@@ -38,6 +39,11 @@ class FusedForward:
         self.argument_names = tuple(parameters)
         kinds = [parameter.kind for parameter in parameters.values()]
         self.takes_any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
+        self.positional_names = tuple(
+            name
+            for name, parameter in parameters.items()
+            if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        )
 
     @property
     def head(self) -> nn.Linear:
@@ -67,6 +73,22 @@ class FusedForward:
         """Whether upstream's forward has such an argument."""
         return self.takes_any_keyword or name in self.argument_names
 
+    def inputs_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A call's arguments by their names in upstream's forward.
+
+        Raises TypeError, as Python does, for too many of them and for one that is given twice."""
+        call = f"{class_of(self.causal).__name__}.forward()"
+        if len(args) > len(self.positional_names):
+            raise TypeError(
+                f"{call} takes {len(self.positional_names)} positional arguments, not {len(args)}"
+            )
+        inputs = dict(kwargs)
+        for name, value in zip(self.positional_names, args, strict=False):
+            if name in kwargs:
+                raise TypeError(f"{call} got multiple values for argument {name!r}")
+            inputs[name] = value
+        return inputs
+
     def __call__(
         self,
         inputs: dict[str, Any],
@@ -95,6 +117,7 @@ class FusedForward:
             labels = F.pad(loss_inputs["labels"][..., 1:], (0, 1), value=options.ignore_index)
         divisor = loss_inputs["num_items_in_batch"]
         if for_trl:
+            # TRL's loss is a mean of its own: patch_trainer has refused reduction="sum".
             return self._outputs_for_trl(
                 hidden, labels, divisor, auxiliary, as_in_training=as_in_training
             )

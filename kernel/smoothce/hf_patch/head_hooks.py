@@ -41,7 +41,16 @@ class HeadHooks:
                     "compiled code cannot tell whether it changes logits: put it on before "
                     "patch_model, or call patch_model again"
                 )
-            if _changes_logits(head, hook, takes_keywords):
+            try:
+                changes_logits = _changes_logits(head, hook, takes_keywords)
+            except Exception as error:
+                raise ValueError(
+                    f"the forward hook {name} on {head_name} raises {type(error).__name__}: "
+                    f"{error}, when it is tried with a ramp of (1, 2, {head.out_features}) in the "
+                    "place of logits, so that it cannot be told whether it changes them: let it "
+                    "take that, or remove it"
+                ) from error
+            if changes_logits:
                 raise ValueError(
                     f"the forward hook {name} on {head_name} changes the logits, which a "
                     "patched model never has: remove the hook, or unpatch_model the model"

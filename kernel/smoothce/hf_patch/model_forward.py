@@ -58,17 +58,18 @@ class ModelForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # DecoderHook reads this. It is set in compiled code as well: where the graph breaks, the
         # decoder is called from Python, and its hook is not compiled away.
+        # A forward may call the model again inside itself, and still runs once that call is over.
+        was_running = self.is_running
         self.is_running = True
         try:
             return self._fused_or_upstream(*args, **kwargs)
         finally:
-            self.is_running = False
+            self.is_running = was_running
 
     def _fused_or_upstream(self, *args: Any, **kwargs: Any) -> Any:
         causal = self.causal
         for_trl = kwargs.pop(trl.LOSS_REQUEST, False)
-        names = self.fused.argument_names[: len(args)]
-        inputs = {**dict(zip(names, args, strict=True)), **kwargs}
+        inputs = self.fused.inputs_by_name(args, kwargs)
         if inputs.get("labels") is None and inputs.get("shift_labels") is None:
             if causal.training and torch.is_grad_enabled():
                 self.warn(
@@ -96,7 +97,8 @@ class ModelForward:
     def _evaluate_upstream(self, inputs: dict[str, Any], ignore_index: int) -> Any:
         """Upstream's forward, with logits, of the labels that count in training.
 
-        A call that says by itself which label to ignore is upstream's as it stands."""
+        Upstream leaves out labels of -100 too, whatever `ignore_index` the settings have. A call
+        that says by itself which label to ignore is upstream's as it stands."""
         inputs_of_upstream = dict(inputs)
         if ignore_index != UPSTREAMS_IGNORE_INDEX and inputs.get("ignore_index") is None:
             for name in ("labels", "shift_labels"):
