@@ -84,12 +84,12 @@ class Options:
     - How patched models take it: its line in `PatchSettings` of `hf_patch.settings` makes it a
       keyword, and nothing else has to name it, unless it changes the logits: then `GivenLogitMap`
       and `LogitMap` of `hf_patch.logit_map` and `HeadForward` have it. If it changes what a model
-      is trained on, it counts in `_left_out_in_evaluation` there, and `hf_patch.head_forward` and
-      `integrations.automodel` leave it out of the loss that evaluation reports. Each module of
-      `integrations` names the options it takes. A tensor of one number a token, as `token_weights`,
-      is no option but an argument of each call: it would go through `LOSS_ARGUMENTS` of
-      `hf_patch.fused_forward` and all of `HeadForward`, and TRL, which counts all tokens alike
-      (`trl_output`), has no place for it.
+      is trained on, it counts in `_changes_in_training_alone` of `hf_patch.settings`, and
+      `hf_patch.head_forward` and `integrations.automodel` leave it out of the loss that evaluation
+      reports. Each module of `integrations` names the options it takes. A tensor of one number a
+      token, as `token_weights`, is no option but an argument of each call: it would go through
+      `LOSS_ARGUMENTS` of `hf_patch.fused_forward` and all of `HeadForward`, and TRL, which counts
+      all tokens alike (`trl_output`), has no place for it.
     - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`, where a
       `filter_eps` is too small to drop a block; tests/kernel/test_reference.py, which holds the
       definition against PyTorch; and, where blocks are dropped,

@@ -1,8 +1,6 @@
 """The flags that the patches add to finetune.py, which are checked before anything is loaded.
 
-A new flag is a field in patches/0001-arguments.patch and in `with_flags` of the runner
-(`__main__`). It is checked here, `TrainingLoss.attach` hands it to the loss, and `SETTINGS` of
-`resume` has it if another value of it is another run.
+patches/README.md says where a new flag goes, under "To change a patch, or to add a flag".
 
 Two functions at the end leave out what compute nodes without internet cannot do.
 """

@@ -73,7 +73,8 @@ DATA = "SHA-256 of the data"
 class Checkpoints:
     """The checkpoints of one run: which to continue from, which is whole, which are to go.
 
-    `last` and `clean` take the places of upstream's functions, and so have their parameters.
+    `last` and `clean` take the places of upstream's `get_last_checkpoint_path` and
+    `clean_last_n_checkpoints`, and so have their parameters.
     """
 
     args: Namespace
@@ -82,7 +83,7 @@ class Checkpoints:
     written: str | None = None  # the folder of the checkpoint that was written last
 
     def last(self, args: Namespace, incomplete: bool = False) -> str | None:
-        """What upstream asks its own function for, whose place this one takes.
+        """What upstream asks `get_last_checkpoint_path` for.
 
         With `incomplete` that is the checkpoint that was just written, to mark it COMPLETED.
         Upstream takes the folder that was changed last, which is wrong while another process
@@ -164,9 +165,10 @@ def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
 def already_trained(args: Namespace) -> bool:
     """Whether the output folder holds the finished model of an earlier run of the same job.
 
-    A run of another job in that folder, finished or not, is refused. Checkpoints that a kill has
-    left beside a finished model are deleted. Where the model is to be overwritten, its mark goes
-    first, and those of the checkpoints.
+    A run of another job in that folder, finished or not, is refused, and so is a
+    `keep_last_n_checkpoints` of 0 or None. The folder gets the file SETTINGS_FILE, by which another
+    job is told. Checkpoints that a kill has left beside a finished model are deleted. Where the
+    model is to be overwritten, its mark goes first, and those of the checkpoints.
     """
     if not args.output_dir:
         return False

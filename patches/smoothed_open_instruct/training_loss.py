@@ -40,7 +40,8 @@ class TrainingLoss:
     def attach(self, model: Any) -> None:
         """Replace the model's loss; call it once, before `accelerator.prepare`.
 
-        Raises TypeError for a model that the fused loss does not know.
+        Raises ValueError for a model whose own loss is not the fused one, and TypeError for one
+        that is wrapped or has no decoder or no linear head, as `patch_model` does.
         """
         patch_model(
             model,
@@ -67,7 +68,10 @@ class TrainingLoss:
             extra_inputs = self._inputs_of_step(step)
             for position, batch in enumerate(step.micro_batches, 1):
                 is_last = position == len(step.micro_batches)
-                self._announce(model, ends_step=is_last, ends_epoch=is_last and step.ends_epoch)
+                self._tell_accelerate(ends_epoch=is_last and step.ends_epoch)
+                if is_deepspeed(model):
+                    # DeepSpeed's own count of micro-batches would run on across an epoch's end.
+                    model.set_gradient_accumulation_boundary(is_last)
                 yield {**batch, **extra_inputs}
 
     def _read_steps(self, loader: Iterable[Any]) -> Iterator[Step]:
@@ -87,24 +91,22 @@ class TrainingLoss:
         if self.args.reduce_loss != "token_mean":
             return {}
         labels = [batch["labels"] for batch in step.micro_batches]
+        # factor = ranks · steps / tokens
         factor = token_mean_factor(labels, steps=self.args.gradient_accumulation_steps)
         # The model divides its summed loss by this, which is tokens / (ranks · steps): accelerate
         # and DeepSpeed divide by the accumulation steps, and average over ranks, once more.
         return {"num_items_in_batch": 1 / factor}
 
-    def _announce(self, model: Any, *, ends_step: bool, ends_epoch: bool) -> None:
-        """Tell accelerate and DeepSpeed what the coming micro-batch ends.
+    def _tell_accelerate(self, *, ends_epoch: bool) -> None:
+        """Tell accelerate whether the coming micro-batch is its epoch's last.
 
-        Reading ahead has set accelerate's `end_of_dataloader` already at an epoch's last step: it
-        is put back to False until that step's last micro-batch. accelerate makes an update at each
-        micro-batch for which it is True, and would make that step once for each of them. DeepSpeed
-        would count on across the end of an epoch, as accelerate does not.
+        Reading ahead has told it so already at the first micro-batch of an epoch's last step, and
+        accelerate makes an update at every micro-batch while it believes it.
         """
-        # The loader still waits behind the last batch that was read. Once it has ended, accelerate
-        # has no active_dataloader.
+        # `gradient_state.end_of_dataloader` is read from the active loader. There is one, since
+        # `_read_steps` stops at its yield, within its loop over the loader: that has not ended yet,
+        # even where its last batch is read.
         self.accelerator.gradient_state.active_dataloader.end_of_dataloader = ends_epoch
-        if is_deepspeed(model):
-            model.set_gradient_accumulation_boundary(ends_step)
 
 
 def is_deepspeed(model: Any) -> bool:

@@ -124,7 +124,7 @@ def restore_class_forward(module: nn.Module) -> None:
 
 
 def check_head(name: str, head: nn.Module) -> None:
-    """Raises TypeError for a head whose product is not its weight's alone."""
+    """Raises TypeError for a head that is no plain nn.Linear, or carries an adapter."""
     head_class = class_of(head)
     class_name = f"{head_class.__module__}.{head_class.__name__}"
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import Unpack
 
-from smoothce.hf_patch.anatomy import CausalModel, class_forward, unwrapped
+from smoothce.hf_patch.anatomy import CausalModel, unwrapped
 from smoothce.hf_patch.model_forward import ModelForward, other_loss_of
 from smoothce.hf_patch.patching import patch_model
 from smoothce.hf_patch.settings import (
@@ -78,8 +78,9 @@ class SmoothingCallback(LossWatch):
     TRL's `SFTTrainer`, which does not, there is `patch_trainer`. Evaluation reports the loss
     without smoothing.
 
-    Raises ValueError for a trainer that would train another loss, when it is made or after its
-    first step; TypeError without `label_smoothing`; and what `patch_model` raises.
+    Raises ValueError for a trainer that would train another loss: when it is made, when it begins
+    to train, or after a step that did not ask the model for its loss. Raises TypeError without
+    `label_smoothing`, and what `patch_model` raises.
     """
 
     @shows_settings(required=("label_smoothing",))
@@ -158,24 +159,22 @@ def _patch_prepared(model: nn.Module, keywords: PatchSettings) -> None:
 def _autocast_outermost(causal: CausalModel) -> Iterator[None]:
     """Take accelerate's autocast off a model's forward, if there is one, and put it on again around
     the forward that the model then has: accelerate has it around all."""
-    inner_forward = causal.__dict__.pop("_original_forward", None)  # where accelerate keeps it
-    if inner_forward is None:
+    # Where accelerate keeps it.
+    forward_without_autocast = causal.__dict__.pop("_original_forward", None)
+    if forward_without_autocast is None:
         yield
         return
     # Only a model that accelerate has prepared gets here, so that it is installed.
     from accelerate.utils import convert_outputs_to_fp32
     from accelerate.utils.modeling import get_mixed_precision_context_manager
 
-    outer_forward = causal.forward
-    if inner_forward == class_forward(causal):
-        del causal.forward
-    else:
-        causal.forward = inner_forward
+    forward_with_autocast = causal.forward
+    causal.forward = forward_without_autocast
     try:
         yield
     except BaseException:
-        causal.forward = outer_forward
-        causal._original_forward = inner_forward
+        causal.forward = forward_with_autocast
+        causal._original_forward = forward_without_autocast
         raise
     causal._original_forward = causal.forward
     # A Trainer gives its accelerator no AutocastKwargs, so that native_amp says all there is.

@@ -27,10 +27,10 @@ class HeadForward:
 
     The caller says by `as_in_training` which loss it wants: that of the settings, or, where it is
     False, the one that evaluation reports. That is upstream's: the mean cross-entropy, without
-    smoothing, z-loss or a loss of the caller's own, whatever the settings' reduction. Only labels
-    that the settings ignore are ignored there too. A patched model goes by its mode,
-    `model.training`, so that it follows `model.train()` and `model.eval()`. The losses of
-    `smoothce.integrations` have no mode, and go by whether gradients are on.
+    smoothing, z-loss or a loss of the caller's own, whatever the settings' reduction. Labels that
+    the settings ignore are ignored there too. A patched model goes by its mode, `model.training`,
+    so that it follows `model.train()` and `model.eval()`. The losses of `smoothce.integrations`
+    have no mode, and go by whether gradients are on.
     """
 
     ATTRIBUTE = "_smoothce_head_forward"  # under which a patched head keeps it
@@ -89,6 +89,8 @@ class HeadForward:
         if as_in_training and self.settings.given_loss is not None:
             summed = self._reduced(hidden, labels, "sum", as_in_training=True)
             with torch.no_grad():
+                # The loss of this pass is dropped. Smoothing, which changes no statistic, is left
+                # out of it.
                 _, statistics = self._linear_cross_entropy(
                     hidden, labels, "sum", as_in_training=False, return_statistics=True
                 )
@@ -161,7 +163,9 @@ class HeadForward:
         return target
 
     def _scaled_bias(self) -> Tensor | None:
-        """The bias inside the logit scale: these models scale the head's whole output."""
+        """The bias, (V,), as `linear_cross_entropy` takes it, which adds it to scaled logits.
+
+        These models scale the head's whole output, its bias too, so that it is scaled here."""
         bias = self.head.bias
         scale = self._verified_map().logit_scale
         if bias is None or scale is None:

@@ -28,7 +28,8 @@ SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scal
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 DIVISORS = ("logits_scaling",)
 
-# A cap of up to 36,000 changes it by more than verification's TOLERANCE: (200 / cap)² / 3 > 1e-5.
+# A cap of up to 36,000 changes logits in fp32 by more than verification's TOLERANCE:
+# (200 / cap)² / 3 > 1e-5. Logits in 16 bits show lower caps only: their rounding hides the others.
 RAMP_END = 200.0
 
 
@@ -97,7 +98,7 @@ def read_scales_and_caps(causal: CausalModel) -> tuple[WatchedAttribute, ...]:
 
 
 def attributes_that_hold(causal: CausalModel, logit_map: LogitMap) -> list[WatchedAttribute]:
-    """Attributes of unknown names that hold a number of the map, or one by it.
+    """Attributes of unknown names that hold a number of the map or its reciprocal.
 
     Some of them may hold it by chance, as a rate of dropout that equals a scale does:
     `verification` finds out which of them act on logits."""

@@ -15,7 +15,7 @@ from smoothce.hf_patch.anatomy import CausalModel, class_of, config_of
 class OutputClass:
     """The class of what upstream's forward returns, which each architecture chooses."""
 
-    made_by: type
+    output_type: type
     field_names: tuple[str, ...]
 
     @classmethod
@@ -24,10 +24,10 @@ class OutputClass:
         transformers' kind, as a model of somebody's own may return."""
         from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
-        made_by = type(outputs)
-        if not (dataclasses.is_dataclass(made_by) and issubclass(made_by, ModelOutput)):
-            made_by = CausalLMOutputWithPast
-        return cls(made_by, tuple(field.name for field in dataclasses.fields(made_by)))
+        output_type = type(outputs)
+        if not (dataclasses.is_dataclass(output_type) and issubclass(output_type, ModelOutput)):
+            output_type = CausalLMOutputWithPast
+        return cls(output_type, tuple(field.name for field in dataclasses.fields(output_type)))
 
     def make(self, loss: Tensor, auxiliary: Tensor | None, decoder_outputs: Any) -> Any:
         """An object with this loss; what else it has, such as a cache, is the decoder's."""
@@ -39,7 +39,7 @@ class OutputClass:
                 values[name] = auxiliary
             elif name != "logits":
                 values[name] = getattr(decoder_outputs, name, None)
-        return self.made_by(**values)
+        return self.output_type(**values)
 
 
 def wants_auxiliary_loss(causal: CausalModel, inputs: dict[str, Any]) -> bool:

@@ -48,8 +48,8 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
     `labels` (B, T) are shifted by the model as ever, `shift_labels` are shifted already and count
     as labels. The loss is in nats per valid token; `num_items_in_batch`, which the Hugging Face
     Trainer passes, replaces the number of valid tokens as the mean's divisor, and 1 makes the mean
-    of evaluation a sum. Training in
-    evaluation mode, where it would leave something out, warns once.
+    of evaluation a sum. Training in evaluation mode, where it would leave something out, warns
+    once.
 
     The settings:
 
@@ -62,7 +62,9 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
     - `loss` puts another function in the place of `linear_cross_entropy`:
       `loss(hidden (N, D), weight (V, D), labels (N,))`, with the model's `bias=`, `softcap=` and
       `logit_scale=` where it has them, whose result is the mean over labels that are not
-      `ignore_index`. It smooths as it likes: `label_smoothing` and `z_loss` are not used beside it;
+      `ignore_index`. Its logits are cap(logit_scale · hidden Wᵀ + bias): the bias that it is given
+      is scaled already. It smooths as it likes: `label_smoothing` and `z_loss` are not used beside
+      it;
     - `eval_logits=False` spares evaluation the logits as well.
 
     Call it once the checkpoint is loaded, the configuration is as it shall be and embeddings are
@@ -95,8 +97,8 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
     hooks.
 
     Raises ValueError for a model whose loss is another one and for a setting out of range, and
-    TypeError for an unknown setting and for a model that is wrapped or has no decoder or no linear
-    head.
+    TypeError for an unknown setting, for a smoothing target that is no tensor, and for a model that
+    is wrapped or has no decoder or no linear head.
     """
     causal = unwrapped(model)
     _refuse_wrapped(causal)

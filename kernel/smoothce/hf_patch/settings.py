@@ -27,7 +27,9 @@ NO_SETTINGS_OF_A_MODEL = ("return_lse", "return_statistics")
 
 
 class LossFunction(Protocol):
-    """A loss to put in the place of `linear_cross_entropy`: the mean over labels that count."""
+    """A loss to put in the place of `linear_cross_entropy`: the mean over labels that count.
+
+    The logits are cap(logit_scale · hidden Wᵀ + bias): the bias comes scaled already."""
 
     def __call__(
         self,
@@ -109,38 +111,42 @@ class LossSettings:
         return self.differences() != ""
 
     def left_out_in_evaluation(self) -> str:
-        """What of these the loss that evaluation reports leaves out, as keywords."""
-        return ", ".join(_left_out_in_evaluation(self.keywords()))
+        """The settings that change the loss in training alone, as keywords: evaluation reports a
+        loss without them."""
+        return ", ".join(_changes_in_training_alone(self.keywords()))
 
 
 def differences_from_upstream(keywords: PatchSettings) -> str:
     """`LossSettings.differences`, of keywords that have not become settings yet."""
-    differences = _left_out_in_evaluation(keywords)
+    differences = _changes_in_training_alone(keywords)
+    # It changes the loss that evaluation reports as well, so that nothing leaves it out there.
     ignore_index = keywords.get("ignore_index", UPSTREAMS_IGNORE_INDEX)
     if ignore_index != UPSTREAMS_IGNORE_INDEX:
         differences.append(f"ignore_index={ignore_index}")
     return ", ".join(differences)
 
 
-def _left_out_in_evaluation(keywords: PatchSettings) -> list[str]:
-    left_out = []
+def _changes_in_training_alone(keywords: PatchSettings) -> list[str]:
+    """The keywords that change upstream's loss in training and not in evaluation, as name=value."""
+    changes = []
     for name in ("label_smoothing", "z_loss"):
         value = keywords.get(name, 0)
         if value != 0:
-            left_out.append(f"{name}={value}")
+            changes.append(f"{name}={value}")
     reduction = keywords.get("reduction", "mean")
     if reduction != "mean":
-        left_out.append(f"reduction={reduction!r}")
+        changes.append(f"reduction={reduction!r}")
     loss = keywords.get("loss")
     if loss is not None:
-        left_out.append(f"loss={getattr(loss, '__name__', type(loss).__name__)}")
-    return left_out
+        changes.append(f"loss={getattr(loss, '__name__', type(loss).__name__)}")
+    return changes
 
 
 def loss_settings(keywords: PatchSettings, vocabulary: int) -> LossSettings:
     """The settings that the keywords describe, for a head of so many entries.
 
-    Raises TypeError for an unknown keyword, and ValueError for a value out of range."""
+    Raises TypeError for an unknown keyword and for a smoothing target that is no tensor, and
+    ValueError for a value out of range."""
     unknown = sorted(set(keywords) - set(PatchSettings.__annotations__))
     if unknown:
         raise TypeError(f"patch_model has no setting {', '.join(unknown)}")
@@ -165,7 +171,9 @@ def loss_settings(keywords: PatchSettings, vocabulary: int) -> LossSettings:
 
 
 def _check(settings: LossSettings, vocabulary: int) -> None:
-    """Raises ValueError for what `Options` does not check, or allows where it is no model's."""
+    """Raises ValueError for settings that are no field of `Options`, and for reduction="none",
+    which `Options` allows and a model does not. A smoothing target that is no tensor raises
+    TypeError."""
     if settings.options.reduction not in ("mean", "sum"):
         raise ValueError(
             f"reduction must be mean or sum for a model, not {settings.options.reduction!r}"

@@ -21,8 +21,8 @@ def patch_trainer(trainer: AnyTrainer, **keywords: Unpack[PatchSettings]) -> Any
         patch_trainer(trainer, label_smoothing=0.1)
 
     The settings are `patch_model`'s. One that is left out is as an earlier `patch_model` has it,
-    whatever default `help()` shows. Where neither call gives a `label_smoothing` above 0, the β is
-    `TrainingArguments.label_smoothing_factor`. (Without this call that
+    whatever default `help()` shows. Where this call gives no `label_smoothing`, and an earlier one
+    none above 0, the β is `TrainingArguments.label_smoothing_factor`. (Without this call that
     factor makes the Trainer take the labels away from the model and smooth dense logits. TRL will
     remove the factor.) Evaluation reports the loss without smoothing. TRL's own fused head gives
     way, and its entropy and accuracy come from the same pass as the loss.
@@ -31,10 +31,11 @@ def patch_trainer(trainer: AnyTrainer, **keywords: Unpack[PatchSettings]) -> Any
     TRL's fused head back: make the trainer anew for that. A call that is refused leaves model and
     trainer as they were.
 
-    Raises ValueError for a loss of the trainer's that this one cannot be, for a trainer with a
-    `model_init`, which makes another model when it trains, and what `patch_model` raises. The
-    trainer raises ValueError when it trains another model than the patched one, or after a step
-    that did not ask the model for its loss, where the settings change that loss.
+    Raises ValueError for a loss of the trainer's that this one cannot be, for a factor that is
+    neither 0 nor the β, for a trainer with a `model_init`, which makes another model when it
+    trains, and what `patch_model` raises. The trainer raises ValueError when it trains another
+    model than the patched one, or after a step that did not ask the model for its loss, where the
+    settings change that loss.
     """
     trainer_: Any = trainer
     causal = unwrapped(trainer_.model)

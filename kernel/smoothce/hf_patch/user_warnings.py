@@ -21,7 +21,7 @@ LIBRARIES = (
 
 
 def warn_user(message: str) -> None:
-    """Warn, at the innermost line that is in none of the LIBRARIES."""
+    """Warn, at the innermost line that is in none of the LIBRARIES, or at the outermost of all."""
     stack_level = 2  # the caller of this function
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_in_a_library(frame.f_globals.get("__name__", "")):

@@ -4,10 +4,10 @@
 
     loss=SmoothedLoss.Config(label_smoothing=0.1)
 
-It takes the place of `ChunkedLossWrapper`, whose hooks the trainer uses: the model leaves its head
-out, and the loss runs it with the labels. Where tensor parallelism splits the head, its weight is a
-DTensor, for which `smoothce.checks` raises TypeError. A loop of your own can serve such a head, by
-`linear_cross_entropy(process_group=…)`.
+It takes the place of `ChunkedLossWrapper`, whose `set_lm_head` the trainer calls: the model leaves
+its head out, and the loss runs it with the labels. Where tensor parallelism splits the head, its
+weight is a DTensor, for which `smoothce.checks` raises TypeError. A loop of your own can serve such
+a head, by `linear_cross_entropy(process_group=…)`.
 """
 
 from dataclasses import dataclass
