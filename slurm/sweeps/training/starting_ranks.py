@@ -1,29 +1,38 @@
-"""How the ranks of a run are started: by torchrun, which `sweeps train` becomes.
+"""How the ranks of a run are started: by torchrun, which `sweeps train` becomes or starts.
 
 The processes of such a run, from the first to the last:
 
-1. `python -m sweeps train` becomes torchrun (`exec_torchrun`).
+1. `python -m sweeps train`. Under backend trainer it becomes torchrun (`exec_torchrun`). Under
+   open-instruct it stays, to turn signals into the stop file, and starts torchrun as a child.
 2. torchrun is `sweeps.training.torchrun_agent`, the process above the ranks. A run on several nodes
    has one on each: `sweeps.launch.worker` starts them by one srun, and they meet on the first node.
 3. `python -m sweeps.training.run_rank MODULE ARGUMENTS…` is one rank, which runs a module.
 
-A run of one process goes the same way where DeepSpeed or FSDP shards it (`World.single_process`).
+A run of one process has neither torchrun nor ranks: `sweeps train` trains in its own process, or
+starts finetune.py as a child. Where DeepSpeed or FSDP shards it, it goes the way above with one
+rank (`World.single_process`).
 
 What each process does with the signals that ask a run to stop:
 
-    process                       TERM and INT                      USR2
-    element of a job              notes TERM                        notes it
-    `sweeps train`, one process   saves (`callbacks.StopSignal`)    saves
-    torchrun                      sends TERM to its ranks           ignores it
-    rank of backend trainer       saves                             saves
-    `sweeps train`, finetune.py   makes the stop file               ignores it
-    finetune.py, its ranks        nothing: they are blocked         ignores it
+    process                                TERM and INT                    USR2
+    element of a job                       notes TERM                      notes it
+    backend trainer without torchrun:
+        `sweeps train`                     saves (`callbacks.StopSignal`)  saves
+    backend trainer with torchrun:
+        torchrun                           sends TERM to its ranks         ignores it
+        a rank                             saves (`callbacks.StopSignal`)  saves
+    backend open-instruct:
+        `sweeps train`                     makes the stop file             ignores it
+        torchrun, if any                   sends TERM to its ranks         ignores it
+        finetune.py or its ranks           nothing: they are blocked       ignore it
 
 TERM and INT are blocked before torchrun starts, and its ranks inherit that. A thread of torchrun
 takes them by `sigwait`, which receives blocked signals. A rank of backend trainer unblocks them in
-`run_rank`; in finetune.py's ranks they stay blocked. USR2 is ignored by every program that the
-worker starts, because it calls `runs.processes.end_with_parent_and_ignore_usr2` first; what handles USR2 itself, as
-`StopSignal` does, hears it again.
+`run_rank`; in finetune.py's ranks they stay blocked.
+
+A program begins with USR2 ignored where the worker starts it, whose `preexec_fn` is
+`runs.processes.end_with_parent_and_ignore_usr2`. One that wants USR2 installs a handler, as
+`StopSignal` does.
 """
 
 import os
