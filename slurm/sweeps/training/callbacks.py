@@ -19,8 +19,8 @@ from sweeps.training.hf_trainer import SweepTrainer
 from sweeps.training.ranks import print_once, seconds_since_start
 from sweeps.training.saving import MODEL_PART
 
-# Slurm sends USR2 ahead of a job's end: to every process of a job on one node, also to ranks; of a
-# job on several nodes to the process that runs its script alone.
+# Slurm sends USR2 ahead of a job's end. On one node every process of the job gets it, ranks too. On
+# several nodes only the job's script does, and the ranks learn of it by the stop file.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 

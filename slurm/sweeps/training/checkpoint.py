@@ -6,9 +6,9 @@ How a run of backend trainer is stopped and goes on:
 2. After the update, all ranks agree (`callbacks.StopSignal`), and the Trainer saves.
 3. `hf_trainer` writes checkpoints/.part/, which `publish_checkpoint` renames to step-N.
 4. `fit` exits with 75, by which worker and job tell a stop from an end; on Slurm the job requeues.
-5. The next attempt takes the newest whole step-N (`latest_checkpoint`), and skips N updates, each
-   of which is a function of its number (`global_batches`). `callbacks` drops rows of metrics.jsonl
-   after N, which are about to be repeated.
+5. The next attempt takes the newest whole step-N (`latest_checkpoint`), and skips N updates: which
+   conversations an update has follows from its number (`global_batches`). `callbacks` drops rows
+   of metrics.jsonl after N, which are about to be repeated.
 6. At the end `saving` writes model/, and the worker deletes checkpoints/ and writes DONE.
 
 The last update has no checkpoint: whoever asks for a stop after it gets the model. Only a kill or a

@@ -168,7 +168,7 @@ def install_loss(
         filter_eps=train_options.filter_eps,
         smoothing_target=smoothing_target,
         reduction="sum",
-        eval_logits=False,
+        eval_logits=False,  # `SweepTrainer.evaluate` reads the loss alone.
     )
 
 

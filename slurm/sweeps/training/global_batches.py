@@ -42,10 +42,7 @@ from calibeval.io import InputError
 from sweeps.training.options import TrainOptions
 from sweeps.training.tokenization import IGNORE
 
-# Tokens. Attention needs a bound on the length of every segment of a packed row (`max_length_q`):
-# the longest conversation, rounded up to a multiple of this. The padding at a row's end is a
-# segment too, of at most `row_multiple` tokens. So `row_multiple` may not be larger than this.
-LENGTH_STEP = 128
+LENGTH_STEP = 128  # tokens: `length_bound` is a multiple of it
 # An epoch is shuffled with seed · stride + epoch, so that epoch 1 of seed 42 is not epoch 0 of
 # seed 43.
 EPOCH_SEED_STRIDE = 1_000_003
@@ -105,12 +102,12 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
         self.pad_token_id = pad_token_id
         self.packed = False
         self.row_multiple = 1
+        self.length_bound = 0  # tokens of the longest segment or more, once `use_packing` is called
         self.fingerprint = tokens._fingerprint
         self.tokens = tokens.select_columns(["input_ids", "labels"]).with_format("torch")
         counts = tokens.select_columns(["length", "targets"]).with_format("numpy")[:]
         self.lengths = counts["length"]
         self.target_counts = counts["targets"]
-        self.length_bound = round_up(int(self.lengths.max()), LENGTH_STEP)
 
         usable = np.flatnonzero(self.target_counts)
         held_out = train_options.held_out
@@ -137,9 +134,12 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
 
         Their rows are padded at the end to a multiple of `row_multiple` tokens.
         """
-        assert row_multiple <= LENGTH_STEP, "padding could be longer than length_bound"
         self.packed = True
         self.row_multiple = row_multiple
+        # Attention wants a bound on the length of every segment of a packed row. The padding at a
+        # row's end is a segment too, of at most `row_multiple` tokens (see `_padding_length`).
+        longest_segment = max(int(self.lengths.max()), row_multiple)
+        self.length_bound = round_up(longest_segment, LENGTH_STEP)
 
     def __len__(self) -> int:
         """The number of updates of the whole run."""
@@ -213,30 +213,31 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
     def _blocks_with_divisors(self, step: int) -> list[Block]:
         """An update's conversations in blocks, each with what its summed loss is divided by.
 
-        The divisors, and the loss of an update that the module's formula makes of them, are
+        The losses of all targets of the update, whichever rank has them, add up to its loss:
 
-            sum          accumulation                         Σ losses / (ranks · accumulation)
-            token_mean   targets of the update / ranks        Σ losses / targets of the update
-            mean         accumulation · targets of the block  Σ means of the blocks
-                                                                  / (ranks · accumulation)
+            reduce_loss   loss of the update
+            sum           Σ losses / (ranks · accumulation)
+            token_mean    Σ losses / targets of the update
+            mean          Σ (losses of a block / targets of the block) / (ranks · accumulation)
 
         where accumulation is gradient_accumulation_steps. Under `mean` a block is
         per_device_train_batch_size conversations, also at the end of an epoch, where an update has
-        fewer blocks and so a smaller loss.
+        fewer blocks than ranks · accumulation, and so a smaller loss. A block's divisor is what the
+        table divides its losses by, over `ranks`: by that number the average over ranks divides.
         """
         conversations = self.conversations_of(step)
-        accumulation = self.train_options.gradient_accumulation_steps
+        ranks_times_accumulation = self.ranks * self.train_options.gradient_accumulation_steps
         if self.train_options.reduce_loss == "sum":
-            return [Block(conversations, float(accumulation))]
+            return [Block(conversations, ranks_times_accumulation / self.ranks)]
         if self.train_options.reduce_loss == "token_mean":
-            targets = self.target_counts[conversations].sum()
-            return [Block(conversations, float(targets / self.ranks))]
+            targets = int(self.target_counts[conversations].sum())
+            return [Block(conversations, targets / self.ranks)]
         size = self.train_options.per_device_train_batch_size
         blocks = []
         for start in range(0, len(conversations), size):
             members = conversations[start : start + size]
-            targets = self.target_counts[members].sum()
-            blocks.append(Block(members, float(accumulation * targets)))
+            targets = int(self.target_counts[members].sum())
+            blocks.append(Block(members, targets * ranks_times_accumulation / self.ranks))
         return blocks
 
     def split_into_micro_batches(
@@ -299,7 +300,8 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-@lru_cache(maxsize=2)  # An epoch's last update may be prepared beside the next epoch's first.
+# Two epochs, as the updates between two rows of the log may belong to two (`count_tokens`).
+@lru_cache(maxsize=2)
 def epoch_permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     """The order in which an epoch visits its conversations, (count,)."""
     generator = torch.Generator().manual_seed(seed * EPOCH_SEED_STRIDE + epoch)

@@ -156,10 +156,10 @@ def gradient_norm_limit(train_options: TrainOptions, deepspeed: dict[str, Any] |
 def adapted_fsdp_config(world: World) -> dict[str, Any] | None:
     """The FSDP config with its version, 2 by default, and how FSDP2 loads the model; None without.
 
-    With `cpu_ram_efficient_loading` the first rank alone reads and widens the weights and sends
-    each rank its part; else every rank reads and widens all of them. Under FSDP2 it is on unless
-    the file says otherwise; FSDP1 is left as the file has it. transformers takes each key with
-    `fsdp_` before it too.
+    With `cpu_ram_efficient_loading` the first rank alone reads the weights, turns them into fp32,
+    and sends each rank its part. Else every rank reads all of them and turns them into fp32. Under
+    FSDP2 it is on unless the file says otherwise; FSDP1 is left as the file has it. transformers
+    takes each key with `fsdp_` before it too.
 
     Raises InputError for another version than 1 or 2.
     """

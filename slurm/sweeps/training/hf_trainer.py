@@ -79,12 +79,9 @@ class SweepTrainer(Trainer):
         loss_sum = torch.zeros((), device=self.args.device)
         for number, micro_batch in enumerate(inputs, 1):
             is_last = number == len(inputs)
-            # With DeepSpeed, accelerate's `backward` clips, makes the optimizer's step and clears
-            # the gradients where this is set.
-            self.accelerator.gradient_state._set_sync_gradients(is_last)
             with self._gradients_kept_local(model, local=not is_last):
                 loss = model(**self._on_device(micro_batch.inputs), use_cache=False).loss
-                self._backward(loss / micro_batch.divisor)
+                self._backward(loss / micro_batch.divisor, is_last)
             loss_sum += loss.detach()
         return loss_sum
 
@@ -100,13 +97,17 @@ class SweepTrainer(Trainer):
         )
         return self.accelerator.no_sync(model) if is_ddp and local else nullcontext()
 
-    def _backward(self, loss: Tensor) -> None:
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            # The loss is divided already, by the micro-batch's divisor. DeepSpeed would divide it
-            # by its own number of micro-batches, which `hf_arguments` sets to 1.
-            self.accelerator.backward(loss, scale_wrt_gas=False)
-        else:
+    def _backward(self, loss: Tensor, is_last: bool) -> None:
+        """Backward of a micro-batch; DeepSpeed's also makes the step, in an update's last one."""
+        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
             self.accelerator.backward(loss)
+            return
+        # Where this is set, accelerate's `backward` clips DeepSpeed's gradients, makes the
+        # optimizer's step and clears the gradients.
+        self.accelerator.gradient_state._set_sync_gradients(is_last)
+        # The loss is divided already, by the micro-batch's divisor. DeepSpeed would divide it by
+        # its own number of micro-batches, which `hf_arguments` sets to 1.
+        self.accelerator.backward(loss, scale_wrt_gas=False)
 
     def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return send_to_device(inputs, self.args.device, non_blocking=True)
@@ -134,11 +135,12 @@ class SweepTrainer(Trainer):
         """
         model = self.model_wrapped
         loss_sum = torch.zeros((), device=self.args.device)
-        model.eval()  # A patched model's loss is then not smoothed.
+        model.eval()  # A patched model's loss is not smoothed then.
         # Compiled layers would be compiled once more, without gradients.
         with torch.compiler.set_stance("force_eager"):
             for inputs in self.dataset.held_out_batches():
-                # In evaluation the loss is a mean, of which this divisor makes the sum.
+                # A patched model's loss is a mean here, whatever reduction `install_loss` chose.
+                # num_items_in_batch is what that mean divides by, and 1 leaves the sum.
                 outputs = model(**self._on_device(inputs), use_cache=False, num_items_in_batch=1)
                 loss_sum += outputs.loss
         total = self.accelerator.reduce(loss_sum, "sum").item()

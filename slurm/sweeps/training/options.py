@@ -10,13 +10,21 @@ To add an option:
    mark every run of every sweep would get another name, and would be trained again; with it the
    default is left out of the digest. For the same reason the default may not change afterwards.
    tests/slurm/test_run_names.py pins some names.
-2. Options of backend trainer belong to `TrainOptions`. Those of the optimizer act in
-   `hf_arguments`, those of the model in `model_loading`, those of the loss in `fit.install_loss`
-   and, what it is divided by, in `global_batches`, those of the data there and in `tokenization`,
-   those of logging and checkpoints in `callbacks` and `hf_trainer`. A loss that reads a file needs
-   the file's digest in `data_digest` (`fit.make_trainer`). What makes other tokens of the
-   same file must be a part of `tokens_fingerprint` in `tokenization.tokenize_file`: otherwise a run
-   silently gets the tokens that are cached for another value.
+2. Options of backend trainer belong to `TrainOptions`. Where they act:
+
+       optimizer, logging_steps, report_to, gradient_checkpointing   `hf_arguments`
+       when a run evaluates, saves and stops                         `callbacks`
+       what a row of metrics.jsonl holds                             `hf_trainer`
+       model                                                         `model_loading`
+       loss                                                          `fit.install_loss`
+       what the loss is divided by                                   `global_batches`
+       data as tokens                                                `tokenization`
+       which of the data an update has                               `global_batches`
+
+   A loss that reads a file needs the file's digest in `data_digest` (`fit.make_trainer`). What
+   makes other tokens of the same file must be a part of `tokens_fingerprint` in
+   `tokenization.tokenize_file`: otherwise a run silently gets the tokens that are cached for
+   another value.
    An option of `CommonOptions` or `OpenInstructOptions` reaches finetune.py as a flag of its name,
    so that finetune.py must know it or the patches must add it; tests/patches/test_backend.py lists
    both. If it decides what is trained, `SETTINGS` of smoothed_open_instruct.resume must name it.
@@ -154,7 +162,9 @@ class TrainOptions(CommonOptions):
     """The `train:` keys of backend trainer.
 
     An update is made of per_device_train_batch_size × processes × gradient_accumulation_steps
-    conversations, however they are split over micro-batches and processes.
+    conversations, however they are split over micro-batches and processes. How many of them a GPU
+    computes at once is decided by max_tokens where batches are packed, and by
+    per_device_train_batch_size where they are padded.
     """
 
     chat_template_name: Literal["tulu", "alpaca"] | None = option(

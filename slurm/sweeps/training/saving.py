@@ -40,7 +40,7 @@ def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> Non
                     model = model.get_base_model()
                 if config.tie_word_embeddings:
                     weights.pop("lm_head.weight", None)
-                # transformers also knows names of dtypes, which `load_model` has not left here.
+                # In transformers it may also be a string; `load_model` has set a torch.dtype.
                 assert isinstance(config.dtype, torch.dtype)
                 weights = in_precision(weights, config.dtype)
                 model.save_pretrained(str(part), state_dict=weights)
