@@ -67,6 +67,16 @@ def test_a_file_that_finetune_does_not_read_is_named():
     assert "finetune.py reads .json or .jsonl" in problem
 
 
+@pytest.mark.parametrize(
+    ("text", "place"), [("", ""), ("[]", ""), ("[1]", ", row 1"), ('["messages"]', ", row 1")]
+)
+def test_a_file_without_rows_of_messages_is_named(text, place, tmp_path):
+    path = tmp_path / "train.json"
+    path.write_text(text)
+    (problem,) = open_instruct_backend.data_problems(some_options(train_file=str(path)))
+    assert problem.startswith(f"train.train_file: {path}{place}: ")
+
+
 def test_alpacas_rows_are_named_which_only_the_trainer_reads(tmp_path):
     path = tmp_path / "alpaca.json"
     path.write_text(json.dumps([{"instruction": "Add 1 and 1.", "input": "", "output": "2"}]))

@@ -150,10 +150,13 @@ def data_problems(train_options: OpenInstructOptions) -> list[str]:
 def _place_without_messages(file: Path, stamp: FileStamp) -> str | None:
     """Where the first row of a file with this stamp stands, if it has no `messages`.
 
-    The answer is remembered, as a launch asks for it with each run, and a list is read whole.
+    Of a file without rows it is the file. The answer is remembered, as a launch asks for it with
+    each run, and a list is read whole.
     """
-    place, row = next(rows(file))
-    return None if "messages" in row else place
+    for place, row in rows(file):
+        has_messages = isinstance(row, dict) and "messages" in row
+        return None if has_messages else place
+    return str(file)
 
 
 def sharding_problems(world: World) -> list[str]:
@@ -188,8 +191,9 @@ def clipping_problems(train_options: OpenInstructOptions, world: World) -> list[
 def train(run: Run) -> None:
     """Run finetune.py on this machine's processes; its Monitor writes metrics.jsonl.
 
-    Raises SystemExit with finetune.py's exit code if it fails, and with 75 where it ends well
-    without a finished model: it has then saved, because the stop file appeared or a signal came.
+    Raises SystemExit with finetune.py's exit code if it fails, or with 128 + the number of the
+    signal that ended it. Raises SystemExit(75) where it ends well without a finished model: it has
+    then saved, because the stop file appeared or a signal came.
     """
     world = run.config().world
     checkout = Path(os.environ[CHECKOUT_VARIABLE]).absolute()

@@ -97,8 +97,8 @@ class CommonOptions(Strict):
     )
     train_file: str = option(
         ...,
-        "File of conversations: JSON lines with `messages`, a list of {role, content}. Backend "
-        "trainer also reads one JSON list, and Alpaca's `instruction`, `input` and `output`.",
+        "File of conversations: JSON lines, or one JSON list, of rows with `messages`, a list of "
+        "{role, content}. Backend trainer also reads Alpaca's `instruction`, `input` and `output`.",
     )
     add_bos: bool = option(
         False, "Whether each conversation begins with the tokenizer's beginning-of-sequence token."
