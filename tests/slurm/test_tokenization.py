@@ -337,6 +337,16 @@ def test_each_notice_of_a_wait_for_tokens_is_one_line(tmp_path, monkeypatch, cap
     assert capsys.readouterr().err == "waiting: chat.jsonl: another process is tokenizing it\n"
 
 
+def test_a_tokenizing_that_fails_leaves_no_name_behind(tmp_path):
+    """Otherwise those who wait for the next process would be told of this one."""
+    with (
+        pytest.raises(ZeroDivisionError),
+        tokenization.locked_cache(tmp_path / "tokens.lock", Path("chat.jsonl")),
+    ):
+        raise ZeroDivisionError
+    assert not (tmp_path / "tokens.holder").exists()
+
+
 @pytest.fixture
 def tokenizer_that_adds_bos(tiny, tmp_path) -> PreTrainedTokenizerBase:
     """A tokenizer that puts a beginning-of-sequence token before every text by itself."""
@@ -401,6 +411,19 @@ def test_several_templates_without_a_default_are_refused(tiny, tmp_path):
         make_tokenizer(tiny_options(tiny, tokenizer_name=name))
     named = tiny_options(tiny, tokenizer_name=name, chat_template_name="alpaca")
     assert "Instruction" in make_tokenizer(named).chat_template
+
+
+def test_a_template_of_ours_needs_an_end_of_sequence_token(tiny, tmp_path):
+    """The message tells a tokenizer without a template from one whose template is replaced."""
+    bare = saved_tokenizer(tiny, tmp_path / "bare", chat_template=None, eos_token=None)
+    with pytest.raises(InputError, match="neither a chat template nor an end-of-sequence token"):
+        make_tokenizer(tiny_options(tiny, tokenizer_name=bare))
+    name = saved_tokenizer(
+        tiny, tmp_path / "templated", chat_template="{{ messages }}", eos_token=None
+    )
+    expected = "train.chat_template_name=alpaca: .* has no end-of-sequence token, which"
+    with pytest.raises(InputError, match=expected):
+        make_tokenizer(tiny_options(tiny, tokenizer_name=name, chat_template_name="alpaca"))
 
 
 def test_a_tokenizer_without_a_token_to_pad_with_is_refused(tiny, tmp_path):

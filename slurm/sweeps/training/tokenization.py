@@ -71,6 +71,12 @@ def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
             )
         tokenizer.chat_template = templates["default"]
     if train_options.chat_template_name or not tokenizer.chat_template:
+        if tokenizer.eos_token is None and train_options.chat_template_name:
+            raise InputError(
+                f"train.chat_template_name={train_options.chat_template_name}: {name} has no "
+                "end-of-sequence token, which the template writes; set eos_token in its "
+                "tokenizer_config.json"
+            )
         if tokenizer.eos_token is None:
             raise InputError(
                 f"{name}: the tokenizer has neither a chat template nor an end-of-sequence token; "
@@ -115,7 +121,7 @@ def tokenize_file(
     if train_options.max_train_samples is not None:
         limit = train_options.max_train_samples + train_options.held_out
     data_fingerprint = fingerprint(sha256(path), limit)
-    text_fingerprint = fingerprint(data_fingerprint, FORMAT)
+    messages_fingerprint = fingerprint(data_fingerprint, FORMAT)
     tokens_fingerprint = fingerprint(
         data_fingerprint,
         tokenizer.backend_tokenizer.to_str(),
@@ -128,19 +134,19 @@ def tokenize_file(
     cache.mkdir(parents=True, exist_ok=True)
     with locked_cache(cache / f"{tokens_fingerprint}.lock", path):
         try:
-            texts = Dataset.from_generator(
-                conversation_texts,
+            conversations_as_json = Dataset.from_generator(
+                messages_as_json,
                 gen_kwargs={"path": path, "limit": limit},
-                fingerprint=text_fingerprint,
+                fingerprint=messages_fingerprint,
             )
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None
-        count = math.ceil(len(texts) / conversations_per_shard)
+        count = math.ceil(len(conversations_as_json) / conversations_per_shard)
         shards = []
         for index in range(count):
-            shard_texts = texts.shard(count, index, contiguous=True)
+            part = conversations_as_json.shard(count, index, contiguous=True)
             file = cache / f"{tokens_fingerprint}-{index:05}-of-{count:05}.arrow"
-            shards.append(Shard(shard_texts, file))
+            shards.append(Shard(part, file))
         encode_shards(shards, path, tokenizer, train_options.max_seq_length)
         tokens = concatenate_datasets([Dataset.from_file(str(shard.file)) for shard in shards])
     tokens._fingerprint = tokens_fingerprint
@@ -150,7 +156,7 @@ def tokenize_file(
 class Shard(NamedTuple):
     """Some of a file's conversations, and where in the cache their tokens are."""
 
-    texts: Dataset
+    conversations: Dataset  # as `messages_as_json` yields them
     file: Path
 
 
@@ -206,7 +212,7 @@ def one_thread_tokenizers() -> Iterator[None]:
 
 def encode_shard(shard: Shard, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> None:
     """Write the tokens of a shard into its file, which appears whole."""
-    shard.texts.map(
+    shard.conversations.map(
         encode_batch,
         batched=True,
         fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
@@ -243,8 +249,10 @@ def locked_cache(lock: Path, train_file: Path) -> Iterator[None]:
                 raise InputError(f"{message}, for {hours} hours; end it and launch again")
             print(f"waiting: {message}", file=sys.stderr, flush=True)
         write_text(holder_file, f"process {os.getpid()} on {socket.gethostname()}")
-        yield
-        holder_file.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            holder_file.unlink(missing_ok=True)
 
 
 def _holder(holder_file: Path) -> str:
@@ -260,9 +268,11 @@ def fingerprint(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def conversation_texts(path: Path, limit: int | None) -> Iterator[dict[str, str]]:
-    """The first `limit` conversations of a file, each as JSON: their roles and keys differ, and a
-    table's column has one type."""
+def messages_as_json(path: Path, limit: int | None) -> Iterator[dict[str, str]]:
+    """The messages of the first `limit` conversations of a file, before any chat template.
+
+    They are JSON, because their roles and keys differ, and a table's column has one type.
+    """
     for messages in conversations(path, limit):
         yield {"messages": json.dumps(messages)}
 
@@ -272,7 +282,7 @@ def encode_batch(
 ) -> dict[str, list]:
     """The columns of `tokenize_file` for a batch of conversations."""
     columns: dict[str, list] = {"input_ids": [], "labels": [], "length": [], "targets": []}
-    batch_of_messages = [json.loads(text) for text in batch["messages"]]
+    batch_of_messages = [json.loads(messages) for messages in batch["messages"]]
     for all_ids, assistant_mask in encode_conversations(batch_of_messages, tokenizer):
         ids = np.asarray(all_ids[:max_length], dtype=np.int32)
         learned = np.asarray(assistant_mask[:max_length], dtype=bool)
