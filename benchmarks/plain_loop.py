@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from training import MODELS
+from training import MODELS  # benchmarks/training.py, beside this file
 
 import smoothce
 from smoothce.bench.table import describe_hardware, markdown_table
@@ -114,7 +114,7 @@ def main() -> int:
     for name in arguments.models:
         for label, options in LOSSES.items():
             trial = run_trial(name, options, arguments)
-            gc.collect()  # the model and its optimizer refer to each other
+            gc.collect()  # A patched head and what patches it refer to each other.
             pace = f"{trial.tokens_per_second:,.0f}"
             rows.append([name, label, pace, f"{trial.peak_gigabytes:.1f}", f"{trial.loss:.3f}"])
             print(" ".join(rows[-1]), flush=True)

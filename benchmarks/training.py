@@ -9,14 +9,14 @@ with the same tokens, 64 conversations an update, AdamW over fp32 weights with b
 falls linearly from its first update. FOLDER/training.jsonl grows by a row a trial, with its date,
 card, versions and commit; a trial that fails, or a library that is not installed, is a row with its
 reason. The table comes last. What an earlier call left of a trial in FOLDER is deleted when the
-trial begins, its caches too; model and tokenizer stay while they are made of the same data, shape
-and template.
+trial begins, its caches and its profile too; model and tokenizer stay while they are made of the
+same data, shape and template.
 
-Not the same: the sweeps' trainer packs an update into rows without padding, and the others pad
+Not the same: the sweeps' trainer packs an update into rows without padding. The others have
 micro-batches of 16 conversations (of 8 with llama-8b), which nothing tunes to the memory that is
-free. TRL also takes accuracy and entropy of every micro-batch, and waits for the GPU to count its
-tokens; the sweeps' trainer counts them on the CPU. Conversations come in an order of each trainer's
-own.
+free, and pad them, all but trl-padding-free. TRL also takes accuracy and entropy of every
+micro-batch, and waits for the GPU to count its tokens; the sweeps' trainer counts them on the CPU.
+Conversations come in an order of each trainer's own.
 
 Trainers:
 
@@ -116,9 +116,12 @@ class Shape:
         weights = self.num_hidden_layers * (projections + feed_forward)
         classifier = self.vocab_size * self.hidden_size
         # A token has a product with each key and one with each value, of half of the conversation
-        # in the mean: 2 · ½ = 1.
-        attention_products = self.num_hidden_layers * attention * length
-        return 6 * weights + 6 * classifier * target_share + 6 * attention_products
+        # in the mean.
+        attention_products = self.num_hidden_layers * attention * 2 * (length / 2)
+        products = weights + classifier * target_share + attention_products
+        # A product is a multiplication and an addition. It is made in the forward pass, and two
+        # like it in the backward pass, one for the gradient of each factor.
+        return 2 * 3 * products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +280,7 @@ def circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
         "gpus": arguments.gpus,
         "card": card,
         "steps": arguments.steps,
-        "conversations": arguments.update_size,
+        "conversations": arguments.conversations_per_update,
         "peak": arguments.peak,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -307,7 +310,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24, help="updates of a trial")
     parser.add_argument(
         "--conversations",
-        dest="update_size",
+        dest="conversations_per_update",
         metavar="CONVERSATIONS",
         type=int,
         default=CONVERSATIONS,
@@ -340,12 +343,12 @@ def refuse_too_few_updates(parser: argparse.ArgumentParser, arguments: argparse.
 def refuse_uneven_updates(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """End the program where trainers would take updates of different sizes."""
     for model_name in arguments.models:
-        conversations_per_gpu = arguments.update_size // arguments.gpus
+        conversations_per_gpu = arguments.conversations_per_update // arguments.gpus
         micro_batch = min(MODELS[model_name].micro_batch, max(1, conversations_per_gpu))
         parts = arguments.gpus * micro_batch
-        if conversations_per_gpu == 0 or arguments.update_size % parts:
+        if conversations_per_gpu == 0 or arguments.conversations_per_update % parts:
             parser.error(
-                f"--conversations {arguments.update_size}: {arguments.gpus} GPUs with "
+                f"--conversations {arguments.conversations_per_update}: {arguments.gpus} GPUs with "
                 f"micro-batches of {micro_batch} need a multiple of {parts} for {model_name}"
             )
 
@@ -424,7 +427,8 @@ def write_tokenizer(model_name: str, arguments: argparse.Namespace, folder: Path
 def training_data(arguments: argparse.Namespace) -> list[dict[str, str]]:
     """The conversations of all updates, in Alpaca's form; a file that is too short is repeated."""
     rows = json.loads(arguments.alpaca.read_text("utf-8"))
-    return list(itertools.islice(itertools.cycle(rows), arguments.update_size * arguments.steps))
+    count = arguments.conversations_per_update * arguments.steps
+    return list(itertools.islice(itertools.cycle(rows), count))
 
 
 def run_trial(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -433,8 +437,9 @@ def run_trial(model_name: str, trainer_name: str, arguments: argparse.Namespace)
     if absent:
         return {"failed": f"not installed: {', '.join(absent)}"}
     result = arguments.out / f"{model_name}.{trainer_name}.json"
-    for earlier in (result, tokens_file(model_name, trainer_name, arguments)):
-        earlier.unlink(missing_ok=True)
+    result.unlink(missing_ok=True)
+    tokens_file(model_name, trainer_name, arguments).unlink(missing_ok=True)
+    profile_file(model_name, trainer_name, arguments).unlink(missing_ok=True)
     shutil.rmtree(arguments.out / "runs" / f"{model_name}.{trainer_name}", ignore_errors=True)
     cache = cache_folder(model_name, trainer_name, arguments)
     shutil.rmtree(cache, ignore_errors=True)
@@ -444,9 +449,7 @@ def run_trial(model_name: str, trainer_name: str, arguments: argparse.Namespace)
     if code is None:
         return {"failed": f"not done after {arguments.limit} s"}
     if code or not result.exists():
-        lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line]
-        return {"failed": (errors or lines or ["no output"])[-1].strip()[:300]}
+        return {"failed": reason_of_failure(log)}
     figures = json.loads(result.read_text("utf-8"))
     result.unlink()
     shape = MODELS[model_name].shape
@@ -454,6 +457,16 @@ def run_trial(model_name: str, trainer_name: str, arguments: argparse.Namespace)
     flops_per_second = figures["tokens_per_second"] * per_token
     figures["mfu"] = round(flops_per_second / arguments.peak / arguments.gpus, 3)
     return figures
+
+
+def reason_of_failure(log: Path) -> str:
+    """The line of a trial's log that says why it failed, as the sweeps find it for their runs."""
+    if not importable("sweeps"):
+        sys.path.extend(PACKAGES)
+    from sweeps.runs.files import last_error
+
+    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    return last_error(lines)[:300]
 
 
 def trial_command(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> list[str]:
@@ -466,7 +479,7 @@ def trial_command(model_name: str, trainer_name: str, arguments: argparse.Namesp
     command += [__file__, "--trial", trainer_name, "--models", model_name]
     command += ["--alpaca", arguments.alpaca, "--out", arguments.out]
     command += ["--gpus", arguments.gpus, "--steps", arguments.steps]
-    command += ["--conversations", arguments.update_size]
+    command += ["--conversations", arguments.conversations_per_update]
     if arguments.profile:
         command.append("--profile")
     return [str(word) for word in command]
@@ -547,11 +560,11 @@ def train_by_sweeps(arguments: argparse.Namespace) -> int:
     folder = Path(sweep["output_root"]) / sweep["name"]
     updates = logged_updates(folder)
     if launched.returncode or len(updates) != arguments.steps:
+        # The run's own log comes last, since a row's reason is the last error that is printed.
+        print(f"{len(updates)} of {arguments.steps} updates, exit code {launched.returncode}")
         print(launched.stdout + launched.stderr)
         for log in folder.glob("*/train.log"):
             print(log.read_text("utf-8", "replace"))
-        code = launched.returncode
-        print(f"Error: {len(updates)} of {arguments.steps} updates, exit code {code}")
         return 1
     pace = statistics.median(row["tokens_per_second"] for row in updates[WARM_UP:])
     memory = max(row.get("gpu_memory_gib", 0.0) for row in updates)
@@ -574,7 +587,7 @@ def sweep_of(model_name: str, trainer_name: str, arguments: argparse.Namespace) 
             "learning_rate": 1e-5,
             "max_train_steps": arguments.steps,
             "num_train_epochs": 1,
-            "per_device_train_batch_size": arguments.update_size // arguments.gpus,
+            "per_device_train_batch_size": arguments.conversations_per_update // arguments.gpus,
             "gradient_checkpointing": MODELS[model_name].gradient_checkpointing,
             "logging_steps": 1,
             "checkpointing_steps": None,
@@ -631,15 +644,15 @@ def figures_of(
     losses: list[float],
 ) -> dict[str, Any]:
     """A row's figures, of every trainer by the same rules."""
-    counts = count_tokens(model_name, arguments)
+    totals = data_totals(model_name, arguments)
     return {
         "tokens_per_second": round(pace),
-        "ms_per_update": round(1000 * counts.tokens / arguments.steps / pace),
+        "ms_per_update": round(1000 * totals.total_tokens / arguments.steps / pace),
         "gpu_memory_gib": round(memory, 2),
         "seconds_to_first_update": round(first_update - began(), 1),
         "loss": last_quarter(losses),
-        "mean_length": counts.tokens / counts.conversations,
-        "learnt": counts.targets / counts.tokens,
+        "mean_length": totals.total_tokens / totals.total_conversations,
+        "learnt": totals.total_targets / totals.total_tokens,
     }
 
 
@@ -680,15 +693,15 @@ def tokenized(model_name: str, arguments: argparse.Namespace) -> Iterator[dict[s
         yield {"input_ids": tokens, "labels": [IGNORED] * before + tokens[before:]}
 
 
-class TokenCounts(NamedTuple):
-    """What the data of all updates is made of."""
+class DataTotals(NamedTuple):
+    """What the data of all updates together is made of."""
 
-    conversations: int
-    tokens: int
-    targets: int  # tokens that a loss is taken of
+    total_conversations: int
+    total_tokens: int
+    total_targets: int  # tokens that a loss is taken of
 
 
-def count_tokens(model_name: str, arguments: argparse.Namespace) -> TokenCounts:
+def data_totals(model_name: str, arguments: argparse.Namespace) -> DataTotals:
     """Count the data of all updates."""
     conversations = 0
     tokens = 0
@@ -697,7 +710,7 @@ def count_tokens(model_name: str, arguments: argparse.Namespace) -> TokenCounts:
         conversations += 1
         tokens += len(row["labels"])
         targets += sum(label != IGNORED for label in row["labels"])
-    return TokenCounts(conversations, tokens, targets)
+    return DataTotals(conversations, tokens, targets)
 
 
 def train_by_trl(arguments: argparse.Namespace) -> int:
@@ -711,7 +724,7 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
     clock = stopwatch()
     callbacks = [clock]
     if arguments.profile and trl_rank() == 0:
-        callbacks.append(profiler(arguments.out / f"{model_name}.{trainer_name}.profile.txt"))
+        callbacks.append(profiler(profile_file(model_name, trainer_name, arguments)))
     trainer = SFTTrainer(
         model,
         args=trl_config(model_name, trainer_name, arguments),
@@ -776,7 +789,7 @@ def trl_config(model_name: str, trainer_name: str, arguments: argparse.Namespace
     if arguments.gpus > 1:
         file = PROJECT / "configs" / "fsdp" / "fsdp2.json"
         sharding = {"fsdp": True, "fsdp_config": json.loads(file.read_text())}
-    conversations_per_gpu = arguments.update_size // arguments.gpus
+    conversations_per_gpu = arguments.conversations_per_update // arguments.gpus
     micro_batch = min(MODELS[model_name].micro_batch, conversations_per_gpu)
     return SFTConfig(
         str(arguments.out / "runs" / f"{model_name}.{trainer_name}"),
@@ -805,6 +818,11 @@ def trl_config(model_name: str, trainer_name: str, arguments: argparse.Namespace
 def tokens_file(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Path:
     """What the first rank writes for the others. `run_trial` deletes one that is there before."""
     return arguments.out / f"{model_name}.{trainer_name}.tokens.jsonl"
+
+
+def profile_file(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Path:
+    """What --profile found of a trial. `run_trial` deletes one that is there before."""
+    return arguments.out / f"{model_name}.{trainer_name}.profile.txt"
 
 
 def cache_folder(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Path:

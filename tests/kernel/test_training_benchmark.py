@@ -90,6 +90,60 @@ def test_too_few_updates_to_time_are_refused(
     assert parsed(training, monkeypatch, alpaca, tmp_path, *enough).steps == least
 
 
+def failed_trial(training, arguments, tmp_path, monkeypatch, trainer, printed):
+    """The row of a trial whose process prints this and fails."""
+    (tmp_path / "printed").write_text(printed)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat {tmp_path}/printed\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    return training.run_trial("tiny", trainer, arguments)
+
+
+def test_a_failed_trial_of_ours_names_what_its_run_raised(
+    training, alpaca, tmp_path, monkeypatch, capsys
+):
+    arguments = parsed(training, monkeypatch, alpaca, tmp_path, "--steps", 4)
+    arguments.trial = "ours"
+    error = "torch.OutOfMemoryError: CUDA out of memory"
+
+    def launch(sweep, file):
+        run = Path(sweep["output_root"]) / sweep["name"] / "run"
+        run.mkdir(parents=True)
+        (run / "train.log").write_text(f"data: 4 conversations\n{error}\n")
+        return subprocess.CompletedProcess([], 1, stdout="1 run failed\n", stderr="")
+
+    monkeypatch.setattr(training, "launch", launch)
+    assert training.train_by_sweeps(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "0 of 4 updates" in printed
+    row = failed_trial(training, arguments, tmp_path, monkeypatch, "ours", printed)
+    assert row == {"failed": error}
+
+
+def test_a_failed_trial_of_several_ranks_names_what_a_rank_raised(
+    training, alpaca, tmp_path, monkeypatch
+):
+    arguments = parsed(training, monkeypatch, alpaca, tmp_path, "--steps", 4)
+    monkeypatch.setattr(training, "importable", lambda package: True)
+    printed = (
+        "ImportError: no kernels\n"
+        "RuntimeError: Connection closed by peer\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+    )
+    row = failed_trial(training, arguments, tmp_path, monkeypatch, "trl", printed)
+    assert row == {"failed": "ImportError: no kernels"}
+
+
+def test_a_profile_of_an_earlier_call_is_deleted(training, alpaca, tmp_path, monkeypatch):
+    """It would lie beside the row of a call without --profile."""
+    arguments = parsed(training, monkeypatch, alpaca, tmp_path, "--steps", 4)
+    profile = training.profile_file("tiny", "ours", arguments)
+    profile.write_text("padding: 40%")
+    failed_trial(training, arguments, tmp_path, monkeypatch, "ours", "")
+    assert not profile.exists()
+
+
 def test_what_a_trial_needs_has_its_version_in_the_row(training):
     needed = {package for trainer in training.TRAINERS.values() for package in trainer.needs}
     assert needed <= set(training.VERSIONS)
