@@ -39,8 +39,8 @@ update (a mean update's tokens at that pace), MFU (model FLOP utilisation, about
 of the classifier, t the share of tokens that are targets of the loss, L layers of H heads of d
 dimensions, and s the mean number of tokens of a conversation, which counts long conversations'
 attention too low), the peak of allocated GPU memory, seconds until the first update is done, and
-the mean loss of the last quarter of updates. A row of training.jsonl also has t as `learnt` and s
-as `mean_length`.
+the mean loss of the last quarter of updates. A row of training.jsonl also has t as `learnt`, s
+as `mean_length`, and --conversations, which are those of one update, as `conversations`.
 
 The tokenizer is a BPE trained on the data, so that tokens are about as long as usual. A file with
 fewer conversations than all updates need is repeated.
