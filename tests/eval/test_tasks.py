@@ -541,6 +541,12 @@ def test_builtin_tasks_know_their_data():
         assert task_files.read(name).row is not None
 
 
+@pytest.mark.parametrize("task", ["global_mmlu", "mmlu_pro"])
+def test_no_split_that_examples_use_up_is_named_to_choose_on(task):
+    """`check` named global_mmlu's dev split, in which every question is an example."""
+    assert tasks.splits_of(task) is None
+
+
 def test_a_task_by_language(tmp_path):
     row = {"sample_id": "a/0", "subject": "a", "question": " Was? ", "answer": "B"}
     row |= {f"option_{letter}": letter for letter in "abcd"}
