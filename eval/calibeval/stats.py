@@ -24,7 +24,15 @@ Where a test or a correction goes:
 
 Then run tests/eval/interval_coverage.py and tell the test in eval/METRICS.md.
 
-Arrays are named by S seeds and R resamples.
+Letters, in arrays' shapes and in the formulas of `degrees_of_freedom` and `seed_inflation`:
+
+    S   seeds of a side
+    R   resamples
+    C   resampled clusters
+    q   variance of the resampled sum, which is due to the questions
+    s²  variance of a side's S values, due to the seeds and to the questions
+    o   the part of s² due to the questions, which each seed has for itself (`_own_noise`)
+    r   Student's quantile of S − 1 degrees of freedom over the normal one
 """
 
 import math
@@ -156,14 +164,17 @@ class Side(NamedTuple):
     values: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); not finite in resamples of which the metric is not defined
     clusters: int | None = None  # how many were resampled as a whole; None: single questions
-    # Of each of U resampled units by itself, in the M metrics by which units differ, (S, M, U);
-    # None where there are too many units to keep.
+    # Of each of U resampled units by itself, (S, M, U); None where these are too many to keep.
+    # Of a mean M is 1, the metric itself; of another metric they are all metrics with an interval.
     unit_values: np.ndarray | None = None
+    is_mean: bool = False  # whether the metric is a mean over the questions
 
     def weighted(self, weight: float) -> "Side":
         """Return the side with its values, draws and units' values multiplied by a weight."""
         unit_values = None if self.unit_values is None else weight * self.unit_values
-        return Side(weight * self.values, weight * self.draws, self.clusters, unit_values)
+        return self._replace(
+            values=weight * self.values, draws=weight * self.draws, unit_values=unit_values
+        )
 
 
 def estimate(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition) -> Estimate:
@@ -293,7 +304,8 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
     # p follows from the interval and not from the draws, so that the two never disagree.
     half_width = value - low if value > 0 else high - value
     student_p = two_sided_p(value, half_width, degrees_of_freedom(sides))
-    sign_p = sign_test_p(value, _summed(sides), _summed_units(sides))
+    is_mean = all(side.is_mean for side in sides)
+    sign_p = sign_test_p(value, _summed(sides), _summed_units(sides), is_mean)
     if sign_p >= SIGNIFICANCE:
         low = min(low, 0.0)
         high = max(high, 0.0)
@@ -306,46 +318,65 @@ def are_paired(sides: Sequence[Side]) -> bool:
 
 
 def sign_test_p(
-    value: float, summed_draws: np.ndarray, summed_units: np.ndarray | None = None
+    value: float,
+    summed_draws: np.ndarray,
+    summed_units: np.ndarray | None = None,
+    is_mean: bool = False,
 ) -> float:
-    """A lower bound for p by a sign test; 0, which bounds nothing, where the signs are mixed.
+    """Return the least that p may be by a sign test; 0 where the test bounds nothing.
 
-    A unit is what is resampled, a question or a subject. By a sign test k equal signs have
-    p = 2 · ½^k (McNemar's exact test of answers that changed), which is below 0.05 from k = 6 on.
-    There is no limit from which units are many: many that differ give a bound near 0.
+    A unit is what is resampled, a question or a subject. k units that differ, all with one sign,
+    have p = 2 · ½^k (McNemar's exact test of answers that changed), which is below 0.05 from k = 6
+    on. In this order:
 
-    Where the units' own values are kept, k is the number of units that differ in any of the metrics
-    given. Of more units resamples tell k, in two ways of which the smaller counts:
-
-    A share exp(−k) of the resamples holds none of k units of many, and their sum is 0 there. With
-    k ≤ 3 that is more than 2.5 %, so the interval's end is 0 but for the error of the resamples'
-    mean.
-
-    A unit that differs by x is drawn as often as a Poisson number says, so the sum's variance is
-    Σ x² and (Σ x)² / Σ x² is k where all differ by as much, as answers that are right or wrong do,
-    and less where they do not.
+    1. Signs of both kinds: 0. The signs are the units' own where these are kept and the metric is a
+       mean, else those of the draws.
+    2. All draws are 0: 1.
+    3. The units' own values are kept: k is the number of units that differ in any of the M metrics.
+    4. They are not, since there are many units: `_units_by_draws` estimates k.
 
     Args:
-        value: The sum of the units as they are.
+        value: The sum of the sides as they are.
         summed_draws: Those of R resamples, (R,).
-        summed_units: Those of each of U units by itself, in M metrics, (M, U). One metric is the
-            summed one, a mean; then the units' signs count, and not those of the draws.
+        summed_units: Those of each of U units by itself, in M metrics, (M, U).
+        is_mean: Whether the metric is a mean over the questions; then M is 1, the metric itself.
     """
-    is_mean = summed_units is not None and len(summed_units) == 1  # `_unit_values` makes it so
-    signed = summed_units[0] if summed_units is not None and is_mean else summed_draws
+    signed = summed_units if is_mean and summed_units is not None else summed_draws
     if signed.min() < -ROUNDING and signed.max() > ROUNDING:
         return 0.0
-    is_zero = np.abs(summed_draws) <= ROUNDING
-    if is_zero.all():
+    if not _differs(summed_draws).any():
         return 1.0
     if summed_units is not None:
-        differing = int((np.abs(summed_units) > ROUNDING).any(0).sum())
-        return min(1.0, 2 * 0.5**differing)
-    if not is_zero.any():
-        return 0.0
-    by_share = -math.log(is_zero.mean())
+        units: float = _differs(summed_units).any(0).sum()
+    else:
+        units = _units_by_draws(value, summed_draws)
+    return min(1.0, 2 * 0.5 ** float(units))
+
+
+def _differs(sums: np.ndarray) -> np.ndarray:
+    """Where a sum of sides is not 0 but for rounding."""
+    return np.abs(sums) > ROUNDING
+
+
+def _units_by_draws(value: float, summed_draws: np.ndarray) -> float:
+    """Estimate how many of many units differ, from resamples; infinity where none of these is 0.
+
+    It is the smaller of two estimates of this number k:
+
+    By the share of the resamples that are 0: a share exp(−k) holds none of k units of many. With
+    k ≤ 3 that is more than 2.5 %, so the interval's end is 0 but for the error of the resamples'
+    mean. Where no resample is 0, k is too large to bound p, and is not estimated.
+
+    By the variance: a unit that differs by x is drawn as often as a Poisson number says, so the
+    sum's variance is Σ x², and (Σ x)² / Σ x² is k where all differ by as much, as answers that are
+    right or wrong do. It is less where they do not.
+    """
+    zero_share = float((~_differs(summed_draws)).mean())
+    if zero_share == 0:
+        return math.inf
+    by_share = -math.log(zero_share)
     by_variance = value**2 / float(summed_draws.var())
-    return min(1.0, 2 * 0.5 ** min(by_share, by_variance))
+    return min(by_share, by_variance)
 
 
 def _in_pairs(sides: Sequence[Side]) -> Side:
@@ -357,6 +388,7 @@ def _in_pairs(sides: Sequence[Side]) -> Side:
         draws=np.asarray(sum(side.draws for side in sides)),
         clusters=_clusters(sides),
         unit_values=unit_values,
+        is_mean=all(side.is_mean for side in sides),
     )
 
 
@@ -413,10 +445,10 @@ def two_sided_p(value: float, half_width: float, degrees: float) -> float:
 def degrees_of_freedom(sides: Sequence[Side]) -> float:
     """Degrees of freedom of an interval's width (Welch & Satterthwaite), from 1 to infinity.
 
-    (q + Σ v)² / (Σ v² / (S − 1) + q² / (C − 1)) for the questions' part q of the variance, each
-    side's part v of what its S seeds differ by, and C resampled clusters. v is (s² − o) / S here,
-    the estimate without bias; the interval's width takes more (`seed_inflation`), since few seeds
-    show it badly.
+    (q + Σ v)² / (Σ v² / (S − 1) + q² / (C − 1)), in the letters of this module's head. The sums are
+    over the sides, and v = max(0, s² − o) / S is what a side's seeds add to the variance of its
+    mean, estimated without bias but for the 0. `seed_inflation` adds more to the interval's width,
+    since few seeds show s² badly. Where single questions were resampled, q² / (C − 1) is left out.
     """
     question_variance = float(_summed(sides).var(ddof=1))
     total = question_variance
@@ -484,12 +516,9 @@ def seed_inflation(sides: Sequence[Side]) -> float:
     little. So it is r² s² − r^e o, where e = `NOISE_EXPONENT` is fitted by simulation.
     (`degrees_of_freedom` uses s² − o itself.) The factor is
 
-    sqrt(1 + (Σ over sides of max(0, r² s² − r^e o) / S) / q), where
+    sqrt(1 + (Σ over sides of max(0, r² s² − r^e o) / S) / q),
 
-        q   variance of the resampled sum, which is due to the questions
-        s²  variance of a side's S values, due to the seeds and to the questions
-        o   the part of s² due to the questions, which each seed has for itself (`_own_noise`)
-        r   Student's quantile of S − 1 degrees of freedom over the normal one
+    in the letters of this module's head.
     """
     question_variance = _summed(sides).var(ddof=1)
     if not question_variance:
@@ -519,6 +548,7 @@ def _side(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition)
         draws=np.stack([evaluation.draws[among][metric] for evaluation in seeds]),
         clusters=seeds[0].clusters,
         unit_values=_unit_values(seeds, metric, among),
+        is_mean=METRICS[metric].is_mean,
     )
 
 
@@ -559,6 +589,7 @@ def _square_sides(
             values=_values(seeds, metric, among),
             draws=noise_part + kappa * gap_part,
             unit_values=_unit_values(seeds, metric, among),
+            is_mean=METRICS[metric].is_mean,
         )
         sides.append(side.weighted(weight))
     return sides

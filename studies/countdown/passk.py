@@ -59,5 +59,6 @@ def pass_rates(counts: np.ndarray, samples: int, weights: np.ndarray) -> list[st
     rates = []
     for passed in (counts / samples, counts > 0):
         of_problems = passed[:, np.newaxis].astype(float)  # the one metric of each seed's problems
-        rates.append(stats.Side(passed.mean(1), passed @ weights.T, unit_values=of_problems))
+        side = stats.Side(passed.mean(1), passed @ weights.T, unit_values=of_problems, is_mean=True)
+        rates.append(side)
     return rates

@@ -499,7 +499,7 @@ def test_subjects_that_change_in_both_directions_are_told_by_the_interval(by_sub
     a, b = (evaluations.load(path, cluster="subject") for path in by_subject)
     own = b.unit_values["choices"]["nll"] - a.unit_values["choices"]["nll"]
     assert own.min() < 0 < own.max()
-    assert stats.sign_test_p(own.mean(), np.full(9, own.mean()), own[None]) == 0
+    assert stats.sign_test_p(own.mean(), np.full(9, own.mean()), own[None], is_mean=True) == 0
 
 
 def test_one_changed_answer_is_no_difference_of_two_files(tmp_path):
