@@ -72,13 +72,8 @@ class ScoringMode(ABC):
 
     default_shots: ClassVar[int]
     """Few-shot examples of a task that does not say how many."""
-    leaves_room_for_last_token: ClassVar[bool]
-    """Whether context and choice must fit with the choice's last token, which is never read.
-
-    Letters need not: the context and all but the last token of a letter are at most
-    `engines.prompt_limit`. Texts set aside one token more than they need. It is kept, since another
-    length would change the prompts of old records.
-    """
+    counts_unread_token: ClassVar[bool]
+    """Whether a choice's last token, which is never read, counts in `length_after_context`."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):
         self.tokenizer = tokenizer
@@ -156,9 +151,12 @@ class ScoringMode(ABC):
         return not self.chat.begins_with_start_token(prompts[0].text)
 
     def length_after_context(self, branches: Branches) -> int:
-        """How many tokens after the context must fit into what the model reads."""
+        """How many tokens count after the context, which must fit `engines.prompt_limit` with it.
+
+        The inequalities stand above that function.
+        """
         longest = max(len(branch) for branch in branches)
-        return longest if self.leaves_room_for_last_token else longest - 1
+        return longest if self.counts_unread_token else longest - 1
 
 
 class LetterScoring(ScoringMode):
@@ -168,7 +166,7 @@ class LetterScoring(ScoringMode):
     """
 
     default_shots = 5  # hendrycks/test's
-    leaves_room_for_last_token = False
+    counts_unread_token = False
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):
         super().__init__(tokenizer, chat)
@@ -231,7 +229,7 @@ class ContinuationScoring(ScoringMode):
     """The choices' own texts are scored, each after the same context."""
 
     default_shots = 0  # lm-evaluation-harness's
-    leaves_room_for_last_token = True
+    counts_unread_token = True  # it need not, but did when the first records were made
 
     @staticmethod
     def header(subject: Subject, in_chat: bool) -> str:

@@ -179,8 +179,8 @@ def _open_folders(
     folder.mkdir(parents=True, exist_ok=True)
     if not source.is_loaded:
         return folder, folder
-    # A loaded model's records are made anew, since nobody knows of which weights older ones are.
-    # They are made elsewhere, so that the older ones stay until the new ones are whole.
+    # A loaded model's records are made anew, whichever weights the older ones are of. They are made
+    # elsewhere, so that the older ones stay until the new ones are whole.
     for task in tasks:
         file = folder / f"{task.key}.jsonl"
         for existing in (file, part_of(file)):
@@ -248,6 +248,7 @@ class _TaskFilling:
 
     def _make_complete(self, out: Path, settings: Mapping[str, Any]) -> bool:
         """Score what is not scored yet, and write all; True if all was there already."""
+        # A file of other settings is refused here, a whole one too.
         store = Store(out, {**settings, **_settings_of_items(self.items)})
         if out.exists():
             return True
@@ -439,7 +440,10 @@ def _warn_of_lost_headers(
 
 
 def grouped_jobs(items: Sequence[Item]) -> list[list[Job]]:
-    """The items' jobs in groups of a subject and shots: they share a prefix."""
+    """The items' jobs in groups that share a prefix: of one subject and as many examples.
+
+    Prompts that were cut at their beginning are apart from those that were not.
+    """
     groups: dict[tuple[str, int, bool], list[Job]] = {}
     for item in items:
         key = (item.prompt.question.subject, item.prompt.shots, item.truncated > 0)

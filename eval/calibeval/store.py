@@ -24,12 +24,14 @@ EARLIER_ENGINES = "earlier_engine_settings"
 # How settings are compared. Scoring goes on only with settings that make the same records, and
 # several values of a setting may make the same ones:
 #
-#     a setting in …           is refused where it differs from the unfinished file's …
-#     NEVER_COMPARED           never: the digests tell
-#     COMPARED_WITHOUT_DIGESTS unless all DIGESTS are known and equal
-#     MAY_BE_ABSENT            unless the unfinished file's settings lack it
-#     revision, dtype          unless the model's digest, or the dtype that was loaded, is the same
-#     any other                always
+#     a setting in …       is refused where it differs from the existing file's …
+#     NEVER_COMPARED       never: the digests tell
+#     SETTLED_BY_DIGESTS   unless all DIGESTS_AND_NORMALISER are known and equal
+#     MAY_BE_ABSENT        unless the existing file's settings lack it
+#     revision, dtype      unless the model's digest, or the dtype that was loaded, is the same
+#     any other            always
+#
+# The existing file is the finished one where there is one, else the unfinished.
 #
 # So a new option of `request.Task`, which the settings have by itself, must be put into one of
 # these where two of its values can make the same records (`_says_the_same`).
@@ -48,9 +50,9 @@ NEVER_COMPARED = (
 # Where all digests are the same, two values of these say the same: one task file by two paths, or
 # `turns` where that is the default. Where a digest differs or is not known, they differ in earnest,
 # and the message names them.
-COMPARED_WITHOUT_DIGESTS = ("task", "few_shot", "system", "language")
+SETTLED_BY_DIGESTS = ("task", "few_shot", "system", "language")
 # All that decides a record besides the weights and the engine; see `scoring._settings_of_items`.
-DIGESTS = (
+DIGESTS_AND_NORMALISER = (
     "normalise",
     "chat_template_sha256",
     "prompts_sha256",
@@ -233,8 +235,8 @@ def _says_the_same(key: str, earlier: Mapping[str, Any], wanted: Mapping[str, An
         return True
     if key in MAY_BE_ABSENT:
         return key not in earlier
-    if key in COMPARED_WITHOUT_DIGESTS:
-        return _has_same_digests(earlier, wanted)
+    if key in SETTLED_BY_DIGESTS:
+        return _has_same_digests_and_normaliser(earlier, wanted)
     if key == "revision":  # a branch is the commit that it leads to, which the digest is
         digest = wanted.get("model_digest")
         return digest is not None and digest == earlier.get("model_digest")
@@ -243,9 +245,9 @@ def _says_the_same(key: str, earlier: Mapping[str, Any], wanted: Mapping[str, An
     return False
 
 
-def _has_same_digests(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether all digests are known, and the same."""
-    for key in DIGESTS:
+def _has_same_digests_and_normaliser(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether these are all known, and the same."""
+    for key in DIGESTS_AND_NORMALISER:
         if key not in earlier or key not in wanted or earlier[key] != wanted[key]:
             return False
     return True

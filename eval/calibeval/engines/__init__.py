@@ -109,15 +109,6 @@ class Engine(Protocol):
         ...
 
 
-def max_model_length(jobs: Iterable[Job]) -> int:
-    """How many tokens a model must have positions for to score these jobs.
-
-    That is the longest prompt that is read, and one token more, which vLLM samples behind it. It is
-    never more than a model's own positions where the prompts have no more than `prompt_limit`.
-    """
-    return max(job.length for job in jobs) + 1
-
-
 def create_engine(
     model: "str | PreTrainedModel", request: Request, max_model_length: int
 ) -> Engine:
@@ -186,12 +177,26 @@ def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
     return config
 
 
-def prompt_limit(config: "PretrainedConfig") -> int | None:
-    """The most tokens of a prompt: the model's positions less one.
+# --- How long prompts may be ---
+#
+# Of a question a model reads the context and each choice but for the choice's last token, since
+# nothing is asked of what follows that. vLLM then samples one token behind what is read. So of a
+# model with P positions
+#
+#     letters   context + longest letter − 1 ≤ P − 1
+#     texts     context + longest text       ≤ P − 1
+#
+# P − 1 is `prompt_limit`. What is added to the context's length here is the way of scoring's to say
+# (`prompts.ScoringMode.length_after_context`). What vLLM is told to have positions for, the tokens
+# that are read and the one that is sampled, is `max_model_length`: P at most, of texts P − 1.
+#
+# So texts could have one token more, and both could have one more on transformers, which samples
+# none. Neither is given: it would change the prompts of old records, or make them the engine's.
 
-    vLLM samples one token behind what is read, and takes the last position for it. transformers
-    leaves that one unused, since a limit that depended on the engine would change the prompts.
-    (Texts are kept one token shorter still: `prompts.ScoringMode.leaves_room_for_last_token`.)
+
+def prompt_limit(config: "PretrainedConfig") -> int | None:
+    """The most tokens of a context and what counts after it: the model's positions less one.
+
     None where the model's positions have no limit, or its config calls it by another name than
     `max_position_embeddings`.
     """
@@ -199,6 +204,11 @@ def prompt_limit(config: "PretrainedConfig") -> int | None:
     if not positions:
         return None
     return positions - 1
+
+
+def max_model_length(jobs: Iterable[Job]) -> int:
+    """How many positions vLLM needs for these jobs: the tokens that are read, and one sampled."""
+    return max(job.length for job in jobs) + 1
 
 
 def shortened(error: Exception) -> str:
