@@ -208,6 +208,7 @@ def _square_from_json(content: dict[str, Any]) -> SquareDraws:
 def _from_json(content: dict[str, Any], path: Path) -> Evaluation:
     """The evaluation that `_to_json` wrote."""
     converted = {
+        "confidences": tuple(content["confidences"]),
         "floor_tests": _of_each_metric(lambda test: FloorTest(*test), content["floor_tests"]),
         "draws": _of_each_metric(np.array, content["draws"]),
         "squares": _of_each_metric(_square_from_json, content["squares"]),

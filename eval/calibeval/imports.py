@@ -33,6 +33,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +337,8 @@ def _digits_are_texts(samples: list[dict[str, Any]]) -> bool:
     for sample in samples:
         with suppress(*NOT_A_SAMPLE):  # the reader of each sample says what is wrong with it
             target = str(sample["target"])
-            texts = [request["arg_1"].strip() for request in sample["arguments"].values()]
+            requests = _requests(sample)
+            texts = [text.strip() for _, text in requests[: _number_of_choices(requests)]]
             if target.isdecimal() and target in texts:
                 agrees_with_text = _acc_agrees(sample, texts.index(target))
                 agrees_with_index = _acc_agrees(sample, int(target))
@@ -347,7 +349,8 @@ def _digits_are_texts(samples: list[dict[str, Any]]) -> bool:
 
 def _acc_agrees(sample: dict[str, Any], label: int) -> bool:
     """Whether the sample's `acc` is what it would be if `label` were the right choice's index."""
-    logprobs = [float(logprob) for logprob, _ in sample["filtered_resps"]]
+    n_choices = _number_of_choices(_requests(sample))
+    logprobs = [float(logprob) for logprob, _ in sample["filtered_resps"][:n_choices]]
     chosen = logprobs.index(max(logprobs))
     return bool(sample["acc"]) == (chosen == label)
 
@@ -360,7 +363,7 @@ def lm_eval_row(
     Without a results file nobody knows the delimiter: it is the white space that all have. A target
     of digits is an index, unless `digits_are_texts`.
     """
-    requests = [(request["arg_0"], request["arg_1"]) for request in sample["arguments"].values()]
+    requests = _requests(sample)
     logprobs_of_requests = [float(logprob) for logprob, _ in sample["filtered_resps"]]
     n_choices = _number_of_choices(requests)
     texts = [text for _, text in requests[:n_choices]]
@@ -424,6 +427,11 @@ def _possible(logprobs: list[float]) -> list[float]:
     """The log-probabilities, with a finite one for choices of probability 0."""
     least = min((value for value in logprobs if value != -math.inf), default=0.0)
     return [least + IMPOSSIBLE if value == -math.inf else value for value in logprobs]
+
+
+def _requests(sample: dict[str, Any]) -> list[tuple[str, str]]:
+    """Context and text of each request of lm-evaluation-harness."""
+    return [(request["arg_0"], request["arg_1"]) for request in sample["arguments"].values()]
 
 
 def _number_of_choices(requests: list[tuple[str, str]]) -> int:
@@ -515,14 +523,12 @@ def _letters_where_answered(sample: dict[str, Any], letters: str) -> tuple[str, 
     A token is none that a word goes on after, as " A" before "nswer".
     """
     tokens = sample["output"]["choices"][0]["logprobs"]["content"]
-    following = [*(token["token"] for token in tokens[1:]), ""]
-    answers = [
-        token
-        for token, following_text in zip(tokens, following, strict=True)
-        if token["token"].strip() in list(letters)
-        and token.get("top_logprobs")
-        and not following_text[:1].isalnum()
-    ]
+    answers = []
+    for token, next_token in zip_longest(tokens, tokens[1:]):
+        is_letter = token["token"].strip() in list(letters)
+        word_goes_on = next_token is not None and next_token["token"][:1].isalnum()
+        if is_letter and token.get("top_logprobs") and not word_goes_on:
+            answers.append(token)
     if not answers:
         raise ValueError("none of its tokens is a choice's letter")
     last = answers[-1]

@@ -139,7 +139,10 @@ def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
     """
     logprobs = answers.logprobs[used]
     right = logprobs.argmax(1) == answers.labels[used]
-    if right.all() and np.ptp(logprobs, axis=1).max() > FLAT_NLL:
+    is_choice = np.isfinite(logprobs)  # −∞ stands where a question has fewer choices than others
+    least_logprob = np.where(is_choice, logprobs, np.inf).min(1)
+    spread = logprobs.max(1) - least_logprob
+    if right.all() and spread.max() > FLAT_NLL:
         # NLL is 0 in floating point from some temperature down, so the search may end anywhere.
         raise NoTemperature(answers.path, _falls_on(right, "0"), OTHER_RECORDS)
     if np.ptp([nll(answers, tau, used) for tau in (0.5, 1.0, 2.0)]) < FLAT_NLL:

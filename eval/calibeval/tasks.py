@@ -223,7 +223,7 @@ class _Reader:
             return self._asked_questions()  # `_not_shown` then leaves out those that are shown
         if path.is_dir():
             return self._questions(data, split)
-        return self._file_questions(path.parent / self._file_name(split))
+        return self._file_questions(self._file_beside(path, split))
 
     def _surely_lacks(self, data: Path, split: str) -> bool:
         """Whether there is no such split in a folder, or beside a file.
@@ -232,8 +232,22 @@ class _Reader:
         """
         if data.is_dir():
             return not (data / self._file_name(split)).is_file() and not _is_hub_folder(data)
-        folder = data.parent
-        return folder.is_dir() and not (folder / self._file_name(split)).is_file()
+        return data.parent.is_dir() and not self._file_beside(data, split).is_file()
+
+    def _file_beside(self, asked_file: Path, split: str) -> Path:
+        """The file of a split, of the same data as the one file that is asked.
+
+        That file may have any name. It lies in the folders already that `data.files` names, such as
+        a language's, and the split's file in the same ones, or in others named by the split.
+        """
+        name = Path(self._file_name(split))
+        asked_name = Path(self._file_name(self.task_file.split))
+        if name.parent == asked_name.parent:
+            return asked_file.parent / name.name
+        folder = asked_file.absolute().parent
+        for _ in asked_name.parent.parts:
+            folder = folder.parent
+        return folder / name
 
     def _examples_of(self, subject: str, examples: list[Question]) -> list[Question]:
         """The examples that stand before a subject's questions."""

@@ -288,6 +288,18 @@ def test_a_target_of_digits_is_what_the_accuracies_say(tmp_path, run, target_is)
     assert labels.tolist() == list(right_of.values())
 
 
+def test_digits_as_texts_are_known_beside_their_scores_without_a_prompt(tmp_path, run):
+    """The greatest score was looked for among those without a prompt too (acc_mutual_info)."""
+    sample = digits_as_choices("1", [-5.0, -4.0, -3.0], right=2)
+    without_prompt = [{**request, "arg_0": ""} for request in sample["arguments"].values()]
+    requests = [*sample["arguments"].values(), *without_prompt]
+    sample["arguments"] = {f"gen_args_{place}": request for place, request in enumerate(requests)}
+    sample["filtered_resps"] += [["-1.0", "False"], ["-2.0", "False"], ["-2.0", "False"]]
+    path = write_lines(tmp_path / "samples_digits.jsonl", [sample])
+    run("import", path, "--out", tmp_path / "out")
+    assert records.read(tmp_path / "out" / "digits.jsonl").labels.tolist() == [2]
+
+
 def test_logs_of_one_name_are_both_in_the_sidecar(tmp_path, run):
     """Two runs of lm-eval in one folder each, into one file."""
     files = []
@@ -476,6 +488,7 @@ SHUFFLED = {**inspect_sample(1, "A", " B"), "scores": {"choice": {"answer": "C"}
         (inspect_sample(1, "", "A"), "target is '', expected one of A, B, C"),
         (inspect_sample(1, "BC", "A"), "target is 'BC', expected one of A, B, C"),
         (inspect_sample(1, "A", "yes"), "none of its tokens is a choice's letter"),
+        (inspect_sample(1, "A"), "none of its tokens is a choice's letter"),
         ({**inspect_sample(1, "A"), "choices": None}, "sample 1: TypeError"),
         (SHUFFLED, "answers B, C by its score: were the choices shuffled?"),
     ],

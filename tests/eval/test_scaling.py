@@ -246,6 +246,20 @@ def test_equal_probabilities_have_no_temperature(tmp_path, refused_fit):
     assert "any temperature fits" in refused_fit("equal", "test")
 
 
+def test_equal_probabilities_of_unequal_numbers_of_choices_have_no_temperature(
+    tmp_path, refused_fit
+):
+    """A missing choice's −∞ counted as a probability, so NLL was said to fall on towards 0."""
+    rows = read_lines(tmp_path / "val.jsonl")
+    for number, row in enumerate(rows):
+        choices = 3 + number % 2
+        row["label"] = 0  # the first of equals, so all are right
+        row["logprobs"] = [-1.5] * choices
+        row["letter_mass"] = choices * np.exp(-1.5)
+    write_lines(tmp_path / "equal.jsonl", rows)
+    assert "any temperature fits" in refused_fit("equal", "test")
+
+
 def test_answers_read_in_another_way_are_refused(tmp_path, refused_fit):
     rows = [{**row, "scoring": "continuation"} for row in read_lines(tmp_path / "val.jsonl")]
     write_lines(tmp_path / "texts.jsonl", rows)

@@ -217,6 +217,7 @@ def test_a_kept_evaluation_is_the_one_that_was_computed(kept):
     written = figures.stat().st_mtime_ns
     again = evaluations.load(path)
     assert figures.stat().st_mtime_ns == written
+    assert again.confidences == first.confidences
     for metric in stats.METRICS:
         for confidence in first.confidences:
             computed = stats.estimate([first], metric, confidence)

@@ -562,6 +562,31 @@ def test_a_task_by_language(tmp_path):
         load("mmlu", tmp_path, language="de")
 
 
+@pytest.mark.parametrize(
+    ("files", "file"),
+    [
+        ("{{ language }}/{{ split }}.jsonl", "de/test.jsonl"),
+        ("{{ language }}/{{ split }}.jsonl", "german/test.jsonl"),
+        ("{{ split }}/{{ language }}.jsonl", "test/de.jsonl"),
+        ("{{ split }}.jsonl", "test.jsonl"),
+    ],
+)
+def test_one_files_examples_are_those_of_its_folder(tmp_path, files, file):
+    """Those of de/test.jsonl were looked for in de/de/dev.jsonl."""
+    task = tmp_path / "own.yaml"
+    task.write_text(
+        f"data: {{files: '{files}'}}\nexamples: {{split: dev, else_first_asked: true}}\n"
+    )
+    asked = tmp_path / file
+    examples = tmp_path / file.replace("test", "dev")
+    for path, question in ((asked, "asked"), (examples, "shown")):
+        path.parent.mkdir(exist_ok=True)
+        write_lines(path, [{**SKY, "id": question, "question": question}])
+    language = "de" if "language" in files else None
+    (subject,) = load(str(task), asked, shots=1, language=language)
+    assert [example.text for example in subject.examples] == ["shown"]
+
+
 def test_truthfulqas_letters_would_tell_nothing(tmp_path):
     with pytest.raises(InputError, match="the right choice of truthfulqa_mc1 is always the first"):
         load("truthfulqa_mc1", tmp_path, scoring="letters")
