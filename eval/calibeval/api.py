@@ -125,7 +125,8 @@ def reliability(
 ) -> dict[str, list[float]]:
     """What a reliability diagram shows: bins, and curves with bands; see `evaluations.reliability`.
 
-    `confidence` is "choices", or "vocabulary" where the records have it; else `InputError`.
+    `confidence` is the definition of confidence (`calibeval.measures`): "choices", or "vocabulary"
+    where the records have it; else `InputError`.
     """
     evaluation = evaluation_of(records)
     if confidence not in evaluation.reliability:

@@ -34,7 +34,8 @@ def same_questions(evaluations: Sequence[Evaluation]) -> None:
                 "resampled alike; give each id the same `subject` in both, or leave out "
                 "--cluster subject"
             )
-        # After the subjects: with too few of them a file is resampled by question (`index.read`).
+        # Asked after the subjects. Of two files with other subjects one may have too few of them,
+        # and `index.read` resamples that by question; then the subjects are what is to be told.
         if other.cluster != first.cluster:
             raise InputError(
                 f"{first.path} and {other.path}: resampled by {first.cluster or 'question'} and "

@@ -83,9 +83,12 @@ class Reading:
 class Check:
     """What was found of two models.
 
+    A further field is filled by `check`, printed by `as_dict`, under a name that JSON keeps, and
+    told by `sentences`.
+
     Attributes:
         before, after: The readings by definition of confidence.
-        accuracy: The change of accuracy, as a share.
+        change_of_accuracy: The change of accuracy by fine-tuning, as a share.
         change_by_tuning: By definition of confidence, the change of the squared calibration error
             by fine-tuning; above 0 it made calibration worse.
         letter_masses: The letters' mean probability among all tokens, before and after; None of
@@ -105,7 +108,7 @@ class Check:
 
     before: dict[ConfidenceDefinition, Reading]
     after: dict[ConfidenceDefinition, Reading]
-    accuracy: Estimate
+    change_of_accuracy: Estimate
     change_by_tuning: dict[ConfidenceDefinition, Estimate]
     letter_masses: tuple[float | None, float | None]
     temperatures: tuple[float, float] | None
@@ -115,6 +118,12 @@ class Check:
     validation_split: str | None
     temperature_applied: float | None
     sentences: list[str]
+
+    @property
+    def accuracy(self) -> Estimate:
+        """What `change_of_accuracy` was called until 0.1."""
+        _warn_of_former_field("accuracy", "change_of_accuracy")
+        return self.change_of_accuracy
 
     @property
     def worsened(self) -> dict[ConfidenceDefinition, Estimate]:
@@ -136,7 +145,7 @@ class Check:
         return {
             "before": {name: reading.as_dict() for name, reading in self.before.items()},
             "after": {name: reading.as_dict() for name, reading in self.after.items()},
-            "accuracy": self.accuracy.as_dict(),
+            "accuracy": self.change_of_accuracy.as_dict(),
             "worsened": {name: change.as_dict() for name, change in self.change_by_tuning.items()},
             "letter_masses": list(self.letter_masses),
             "temperatures": None if self.temperatures is None else list(self.temperatures),
@@ -178,7 +187,7 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
     result = Check(
         before=before,
         after=after,
-        accuracy=stats.difference(*both, "accuracy", "choices"),
+        change_of_accuracy=stats.difference(*both, "accuracy", "choices"),
         change_by_tuning={
             among: stats.difference(*both, "rms_debiased", among)
             for among in after
@@ -277,7 +286,7 @@ def sentences(result: Check, base: Evaluation, tuned: Evaluation, on_temperature
 
     `on_temperature` is the sentence before these: what a temperature does, or why none is tried.
     """
-    lines = [accuracy_sentence(result.accuracy, base, tuned)]
+    lines = [accuracy_sentence(result.change_of_accuracy, base, tuned)]
     for among, after in result.after.items():
         change = result.change_by_tuning.get(among)
         lines.append(error_sentence(result.before.get(among), after, change, among))
@@ -391,7 +400,8 @@ def temperature_sentence(result: Check) -> str:
 def advice(result: Check) -> str:
     """What to do next, for the answers read among the choices and among all tokens."""
     steps = []
-    lost_accuracy = result.accuracy.significant and number_of(result.accuracy) < 0
+    change = result.change_of_accuracy
+    lost_accuracy = change.significant and number_of(change) < 0
     if lost_accuracy and any(has_risen(change) for change in result.change_by_tuning.values()):
         steps.append(
             "Accuracy fell and the error rose: first try to train less, with fewer epochs or a "

@@ -4,7 +4,7 @@
 beside the file, since the resamples of a large one take seconds to minutes. `calibeval.stats` turns
 one evaluation, or those of several seeds, into estimates, and two into differences.
 
-What is resampled as a whole is a cluster; so far a cluster is always a subject. A *unit* is a
+What is resampled as a whole is a cluster; of records it is always a subject so far. A *unit* is a
 question or, where clusters are resampled, a cluster. To add a cluster key, such as a passage:
 
 - Records: a key of `records.Record` and its column in `records.Records`, which `records.joined`
@@ -98,7 +98,7 @@ class Evaluation:
     questions_sha256: str  # of the ids and right answers, whatever their order
     prompts_sha256: str | None  # of what each was asked with, if the records say
     letter_mass: float | None
-    confidences: tuple[ConfidenceDefinition, ...]  # those that the records have
+    confidences: tuple[ConfidenceDefinition, ...]  # the definitions of it that the records allow
     # {definition of confidence: {curve: its points}}, as the function `reliability` returns it.
     reliability: dict[ConfidenceDefinition, dict[str, list]]
     # {definition of confidence: {metric: …}} from here on.

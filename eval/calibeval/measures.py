@@ -6,7 +6,9 @@ choices:    p_k = softmax of the choices' log-probabilities (the official way)
 vocabulary: p_k = exp(log-probability), what the model gives the letter among all its tokens
 
 The definition is called `among` in parameters and "among the choices" or "among all tokens" in
-print; *the confidence* by itself is a number, the probability of the likeliest choice.
+print. It is `confidence` in `api.reliability` and in CSV, and `Evaluation.confidences` lists the
+definitions that a file has. Elsewhere *the confidence* is a number, the probability of the
+likeliest choice.
 
 `Scores` holds N questions under one of them, and `Sample` R samples of these questions: the
 questions as they are, resamples of them, or simulated answers. A metric takes a `Sample` and
@@ -18,13 +20,14 @@ from them.
 To add a metric, write it as a function of a `Sample`, here or in another module (`Sample` says what
 it may read), and give it a row in `_TABLE` at the end of this file. From there `calibeval metrics`,
 `calibeval compare`, `table.csv` and the tests of every metric's laws have it, and what is kept of
-records is computed anew, as after every later change of its module. (A module that this one imports
-in turn is not looked at: after a change there, delete the `*.stats.json`.) What is left to do:
+records is computed anew, as after every later change of its module. (What the metric's own module
+imports is not looked at: after a change there, delete the `*.stats.json`.) What is left to do:
 
 - Tell its definition in eval/METRICS.md. If its row says "interval", run
   tests/eval/interval_coverage.py; if it is a mean over the questions, say `is_mean`.
-- For arrays, write a function of its name in `calibeval.metrics`, decorated like the others there,
-  and list the name in that module's `__all__`. `mcb`, `dsc` and `rms_hendrycks` are of record files
+- For arrays, write a function of its name in `calibeval.metrics`, decorated as `nll` there if it
+  has an interval and as `ece` if it has a floor and bins, and list the name in that module's
+  `__all__`. `mcb`, `dsc` and `rms_hendrycks` are of record files
   alone.
 - `table.md` shows it where `--columns` or a sweep's `score.columns` names it, and `differences.md`
   does so if it has an interval; the differences of NLL and of the squared errors are always there.
@@ -244,7 +247,8 @@ class Sample:
     def weighted(cls, scores: Scores, weights: np.ndarray) -> "Sample":
         """Return R samples in which a question stands for others: `weights` (R, N), from 0.
 
-        They are a population's expected values. `aurc` and `rms_debiased`, which count answers,
+        They are a population's expected values, as tests/eval/interval_coverage.py asks for;
+        nothing in the package weights. `aurc` and `rms_debiased`, which count answers,
         are not defined of them, and raise `ValueError`.
         """
         return cls(scores, weights, has_whole_counts=False)
@@ -356,7 +360,8 @@ def simulated_answers(scores: Scores, count: int) -> Iterator[Sample]:
     rng = np.random.default_rng(SEED)
     questions = len(scores.labels)
     # A uniform draw names the choice in whose share of [0, 1] it falls, and the answer is right
-    # where that is the likeliest one.
+    # where that is the likeliest one. `draws < confidence` would be as probable, but would change
+    # the last digits of every floor.
     share_end = scores.probs.cumsum(1)[np.arange(questions), scores.best]
     share_start = share_end - scores.confidence
     keep_freed_memory()
@@ -407,8 +412,8 @@ def auroc(sample: Sample) -> np.ndarray:
     """P(confidence right > wrong) + ½ P(equal), over pairs of answers; NaN without such pairs.
 
     By the sum of ranks (Mann & Whitney 1947): an answer's rank, equal ones having their mean, less
-    ½ is the number of answers below it and half of the equal ones. Summed over the R right answers
-    it counts their pairs with the wrong ones, and R² / 2 with each other.
+    ½ is the number of answers below it and half of the equal ones. Summed over the m right answers
+    it counts their pairs with the wrong ones, and m² / 2 with each other.
     """
     answers, right = sample.by_level
     ranks = sample.answers_up_to_level - answers / 2
@@ -429,14 +434,15 @@ def aurc(sample: Sample) -> np.ndarray:
     if not sample.has_whole_counts:
         raise ValueError("aurc: weighted answers have no k surest; give a sample of whole ones")
     answers, right = sample.by_level
-    size = answers[:, ::-1]
-    wrong = size - right[:, ::-1]
+    # Of each level from the surest on: m, e, and in `surer` M.
+    at_level = answers[:, ::-1]
+    wrong = at_level - right[:, ::-1]
     total = sample.answers_up_to_level[:, -1:]
     surer = total - sample.answers_up_to_level[:, ::-1]
     sums = harmonic_sums(int(total.max())).take(surer)
     sums_of_total = harmonic_sums(int(total.max())).take(total)
-    growth = np.diff(sums, axis=1, append=sums_of_total)
-    wrong_share = wrong / np.maximum(size, 1)
+    growth = np.diff(sums, axis=1, append=sums_of_total)  # Σ_{M ≤ i < M + m} H(i)
+    wrong_share = wrong / np.maximum(at_level, 1)
     harmonic_of_total = (sums_of_total + total) / total  # Σ_{i < N} H(i) = N H(N) − N
     wrong_parts = np.einsum("rn,rn->r", wrong_share, growth)
     areas = wrong.sum(1) * harmonic_of_total[:, 0] - wrong_parts
@@ -450,6 +456,7 @@ def harmonic_sums(most: int) -> np.ndarray:
 
 @lru_cache(maxsize=2)
 def _harmonic_sums_below(size: int) -> np.ndarray:
+    """Σ_{i < n} H(i) for n from 0 to `size`."""
     harmonic = np.cumsum(1 / np.arange(1, size))
     return np.concatenate([[0, 0], np.cumsum(harmonic)])
 

@@ -261,7 +261,8 @@ def reliability(
 ) -> Reliability:
     """Return what a reliability diagram shows: bars over bins, and curves with 95 % bands.
 
-    With `clusters` the bands are over resamples of whole clusters of answers.
+    With `clusters` the band of `smooth` is over resamples of whole clusters of answers. That of
+    `isotonic` is of simulated answers, one by one, in any case.
     """
     sample = Sample.observed(_checked_scores(probabilities, labels, bins))
     numbers = None if clusters is None else _cluster_numbers(clusters, len(sample.scores.labels))

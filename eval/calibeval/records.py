@@ -53,7 +53,8 @@ class Record(BaseModel, strict=True):
     shots: NonNegativeInt | None = None
     chat_template: str | None = None  # SHA-256 of the template's text; null: not asked in a chat
     scoring: Literal["letters", "continuation"] = "letters"
-    normalise: Literal["sum", "bytes", "characters"] = "sum"  # the convention
+    # By what the task's users divide texts' log-probabilities, and metrics do unless told.
+    normalise: Literal["sum", "bytes", "characters"] = "sum"
     bytes: list[PositiveInt] | None = None  # lengths of the choices' texts
     characters: list[PositiveInt] | None = None
     truncated: NonNegativeInt = 0  # tokens that the prompt lost at its beginning, to fit

@@ -235,7 +235,8 @@ def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
             sentences.append(METRICS[name].note)
     if any(column.among == "vocabulary" for column in chosen):
         sentences.append(
-            "“All tokens”: its probability among the vocabulary, else among the choices."
+            "“All tokens”: the choices' probabilities are those among the whole vocabulary; in other "
+            "columns those among the choices."
         )
     has_seeds = any(
         len(row.evaluations_of(data_set)) > 1

@@ -6,6 +6,7 @@ What a task is stands in its file (`calibeval.task_files`): the built-in ones ar
 
 import csv
 import io
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,14 +42,6 @@ def splits_of(task: str) -> tuple[str, str] | None:
     if task_file.other_split is None:
         return None
     return task_file.split, task_file.other_split
-
-
-# Those of the built-in tasks alone, by their names.
-SPLITS: dict[str, tuple[str, str]] = {}
-for _name in task_files.BUILTIN_NAMES:
-    _splits = splits_of(_name)
-    if _splits is not None:
-        SPLITS[_name] = _splits
 
 
 def load(task: Task) -> list[Subject]:
@@ -389,3 +382,13 @@ def _csv_rows(path: Path, columns: tuple[str, ...] | None) -> Iterator[PlacedRow
             yield place, dict(zip(columns, cells, strict=True))
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
+
+
+def __getattr__(name: str) -> Any:
+    if name != "SPLITS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "calibeval.tasks.SPLITS is calibeval.tasks.splits_of(task) now", FutureWarning, stacklevel=2
+    )
+    splits = {task: splits_of(task) for task in task_files.BUILTIN_NAMES}
+    return {task: pair for task, pair in splits.items() if pair is not None}

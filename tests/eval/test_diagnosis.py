@@ -123,11 +123,11 @@ def test_an_error_that_a_temperature_leaves_is_named(models):
 
 def test_a_loss_of_accuracy_and_calibration_is_told_to_train_less(models):
     check = found(models, "calibrated", "sharp")
-    lost = replace(check.accuracy, value=-0.05, low=-0.06, high=-0.04)
-    assert "first try to train less" in diagnosis.advice(replace(check, accuracy=lost))
+    lost = replace(check.change_of_accuracy, value=-0.05, low=-0.06, high=-0.04)
+    assert "first try to train less" in diagnosis.advice(replace(check, change_of_accuracy=lost))
     assert "train less" not in diagnosis.advice(check)
     better = {name: replace(lost) for name in check.change_by_tuning}
-    improved = replace(check, accuracy=lost, change_by_tuning=better)
+    improved = replace(check, change_of_accuracy=lost, change_by_tuning=better)
     assert "train less" not in diagnosis.advice(improved)
 
 
@@ -283,7 +283,7 @@ def test_numbers_are_those_of_metrics_and_compare(models):
     assert check.after["choices"].ece == metrics["ece"]
     assert check.after["choices"].surplus == metrics["ece_signed"]
     compared = calibeval.compare(models / "calibrated.jsonl", models / "sharp.jsonl")
-    assert check.accuracy.value == compared["choices"]["accuracy"]["difference"]
+    assert check.change_of_accuracy.value == compared["choices"]["accuracy"]["difference"]
 
 
 def test_no_question_is_read_at_a_temperature_that_it_helped_to_fit(models):

@@ -323,8 +323,9 @@ class TransformersEngine:
     def _output_layer_at(self, places: Tensor) -> Iterator[None]:
         """Let the output layer see these places of each row only, (B, P), and in float32.
 
-        bfloat16 logits near 20 are 0.125 apart: the layer's product is computed again in float32,
-        of the places alone: PyTorch gives a forward hook the inputs as pre-hooks have changed them.
+        bfloat16 logits near 20 are 0.125 apart, so the layer's product is computed again in
+        float32. PyTorch gives a forward hook the inputs that the pre-hook returned, so this too is
+        of the places alone.
         """
 
         def select(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

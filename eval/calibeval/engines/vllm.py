@@ -17,7 +17,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 JOBS_AT_ONCE = 512  # vLLM gives nothing back before all that it was asked at once
-MOST_LOGPROBS = 32  # vLLM gives at most so many at one place; there are 26 letters
+MOST_LOGPROBS = 32  # at one place, where vLLM would refuse more than 20; there are 26 letters
 JOIN_SECONDS = 5
 
 
