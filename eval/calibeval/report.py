@@ -235,8 +235,8 @@ def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
             sentences.append(METRICS[name].note)
     if any(column.among == "vocabulary" for column in chosen):
         sentences.append(
-            "“All tokens”: the choices' probabilities are those among the whole vocabulary; in other "
-            "columns those among the choices."
+            "“All tokens”: by probabilities among the whole vocabulary; other columns are by those "
+            "among the choices."
         )
     has_seeds = any(
         len(row.evaluations_of(data_set)) > 1
