@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -152,14 +152,22 @@ def parameters(
     if job.kind is not JobKind.COLLECT:
         values["map_count"] = len(job.runs)
         values["array_parallelism"] = sweep.throttle or ENDLESS
-    # submitit sorts the lines of a script by the names that it was given: `cpus-per-task` of extra
-    # would stand before our `cpus_per_task`, and of two lines for one option sbatch takes the last.
-    for name in extra:
-        values.pop(name.replace("-", "_"), None)
+    values = _without_replaced(values, extra)
     parameters_with_value = {key: value for key, value in values.items() if value is not None}
     # submitit has a wckey of its own for whoever gives none; None is how to have none.
     parameters_with_value["wckey"] = None
     return parameters_with_value
+
+
+def _without_replaced(values: Mapping[str, Any], extra: Mapping[str, str | bool]) -> dict[str, Any]:
+    """The parameters without those that the profile's `extra` gives itself, and so replaces.
+
+    Otherwise the script would have two lines for one option, of which sbatch takes the last. That
+    may be ours: submitit sorts the lines by name, and `cpus-per-task`, as `extra` spells it, comes
+    before `cpus_per_task`, as a parameter is called.
+    """
+    replaced = {name.replace("-", "_") for name in extra}
+    return {name: value for name, value in values.items() if name not in replaced}
 
 
 def _nodes(sweep: Sweep, job: Job) -> int:
@@ -182,7 +190,8 @@ def _additional_parameters(
 ) -> dict[str, Any]:
     """The options of sbatch that submitit has no parameter for.
 
-    An option without a value must be left out: submitit would write None behind it.
+    True makes a flag without a value, as --requeue. An option that is not wanted must be absent: of
+    None submitit would write --name=None.
     """
     # The list replaces sbatch's default, ALL: the submitting shell's tokens must not travel.
     options: dict[str, Any] = {"export": ",".join(exported(sweep, cluster)), "requeue": True}

@@ -48,7 +48,7 @@ def work(
 ) -> Outcome:
     """Bring a run through these stages, or to where it has saved once it is asked to stop.
 
-    It is asked by `asked_to_stop`, or by a stop file: see `StopRequest`.
+    It is asked by `asked_to_stop`, or by the run's stop file: see `StopRequest`.
 
     Programs get `environment` on top of this process's. One that is killed starts again, but not
     more than `max_idle_restarts` times without progress. Where another process works on the run,
@@ -71,40 +71,48 @@ def work(
         if outcome is not None:
             return outcome
         stage = next_stage(run)
-        stop_request.look_who_holds_the_run()
+        stop_request.claim_stop_file()
     if stage is None:
         _finish(run)
     return Outcome.FINISHED_STAGES
 
 
 class StopRequest:
-    """Whether a worker is asked to stop its run: by its caller, or by a stop file that is for it.
+    """Whether a worker is asked to stop its run: by its caller, or by a stop file of its own.
 
-    A stop file is for the process that holds the run. If another one does when a program is about
-    to be started, such as an earlier start of this job, which `element.take_over` has asked to
-    leave, then the file is left to that one, which may not have looked for it yet. Once nobody
-    holds the run, a file that is there is left over, and is deleted; one that is made from then on
-    is for this worker. Until then a file ends only a program that itself looks for one.
+    All who work on a run share one stop file, and it may be there for a foreign process: one that
+    this worker did not start, such as the trainer of an earlier start of this job, which
+    `element.take_over` has asked to leave. So a worker obeys the file only once it has claimed it,
+    see `claim_stop_file`. Until then the file ends nothing but the programs that look for it
+    themselves, the worker's own among them.
     """
 
     def __init__(self, run: Run, asked_to_stop: Callable[[], bool]) -> None:
         """A worker of this run, whose caller says by `asked_to_stop` whether it shall stop."""
         self._run = run
         self._asked_to_stop = asked_to_stop
-        self._file_is_for_this_worker = False
-        self.look_who_holds_the_run()
+        self._has_claimed_stop_file = False
+        self.claim_stop_file()
 
-    def look_who_holds_the_run(self) -> None:
-        """Find out for whom stop files are; called while no program of this worker runs."""
-        if not self._file_is_for_this_worker and not is_locked(self._run.lock_file):
+    def claim_stop_file(self) -> None:
+        """Make the stop file this worker's, for good, unless a foreign process may still read it.
+
+        Called while no program of this worker runs. Workers never hold the run's lock, only their
+        programs do: so whoever holds it now is foreign. A file that is there though nobody holds
+        the lock was made for a process that has left, and is deleted.
+        """
+        if self._has_claimed_stop_file:
+            return
+        foreign_process_is_there = is_locked(self._run.lock_file)
+        if not foreign_process_is_there:
             self._run.stop_file.unlink(missing_ok=True)
-            self._file_is_for_this_worker = True
+            self._has_claimed_stop_file = True
 
     def is_made(self) -> bool:
         """Whether this worker is asked to stop."""
-        return self._asked_to_stop() or (
-            self._file_is_for_this_worker and self._run.stop_file.exists()
-        )
+        if self._asked_to_stop():
+            return True
+        return self._has_claimed_stop_file and self._run.stop_file.exists()
 
 
 def _note_end(run: Run, stage: str, end: ProgramEnd, is_asked_to_stop: bool) -> Outcome | None:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from calibeval import evaluations, stats
-from sweeps.results.settings import SHOWN_BUT_RATE_AND_SEED, settings, varied_settings
+from sweeps.results.settings import SHOWN_WITHOUT_RATE_AND_SEED, settings, varied_settings
 from sweeps.runs import scoring
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run
@@ -67,7 +67,7 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
     fine-tuning, are left out.
     """
     # What the runs of a group have in common, in the order of the columns.
-    keys = [*SHOWN_BUT_RATE_AND_SEED, *varied_settings(runs)]
+    keys = [*SHOWN_WITHOUT_RATE_AND_SEED, *varied_settings(runs)]
     groups: dict[tuple, dict[float, _RunsAtRate]] = {}
     for run in runs:
         if run.config().is_baseline:

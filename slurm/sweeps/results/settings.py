@@ -9,15 +9,17 @@ from sweeps.runs.stages import TRAIN
 # The settings of each run that index.jsonl has, and so every table over scores. Runs that differ in
 # another one are told apart by a column of its own: see `varied_settings`. (runs.csv has the values
 # of `grid:` and the seed.)
-# Runs that are alike in all settings but the rate and the seed compete for the best rate:
-# best_learning_rates.csv begins with these columns, in this order.
-SHOWN_BUT_RATE_AND_SEED = (
+SHOWN = (
     "train_file",
     "model_name_or_path",
     "num_train_epochs",
     "label_smoothing",
+    "learning_rate",
+    "seed",
 )
-SHOWN = (*SHOWN_BUT_RATE_AND_SEED, "learning_rate", "seed")
+# Runs that are alike in all settings without these two compete for the best rate. So
+# best_learning_rates.csv begins with the other columns, in the order above.
+SHOWN_WITHOUT_RATE_AND_SEED = tuple(key for key in SHOWN if key not in ("learning_rate", "seed"))
 
 
 def settings(run: Run) -> dict[str, Any]:

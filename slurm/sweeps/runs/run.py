@@ -3,10 +3,10 @@
 config.yaml       the resolved config, from which the folder's name is made
 attempts.jsonl    what happened to the run, a line for each event
 stop              asks the trainer to save and to leave, while it exists. Made by the worker of the
-                  run when it is asked to stop, or by hand. A worker begins by deleting it, if
-                  nobody holds the run (see `launch.worker.StopRequest`): a file that is made by
-                  hand ends what one worker or element does, and on Slurm the next start of the
-                  element goes on
+                  run when it is asked to stop, or by hand. A worker begins by deleting it, unless
+                  another process holds .lock (see `launch.worker.StopRequest`): a file that is
+                  made by hand ends what one worker or element does, and on Slurm the next start of
+                  the element goes on
 .lock             is held by the process that trains or scores the run
 train.log         what the trainer printed; score.log likewise
 metrics.jsonl     the trainer's progress
