@@ -1,5 +1,6 @@
 """The tables of a sweep's folder: which rate, which runs; figures are test_golden_records.py's."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -125,6 +126,31 @@ def test_models_whose_folders_have_one_name_are_told_apart(monkeypatch):
     second = plan_sweep(AXIS, ["train.model_name_or_path=b/m"])
     rows = collect.entries(first, [*first.runs, *second.runs])
     assert {row["model"] for row in rows} == {"a/m", "b/m"}
+
+
+@pytest.mark.parametrize("typed", ["./a/m", "a/m/", "a/m"])
+def test_a_model_has_its_label_however_its_path_is_spelt(monkeypatch, typed):
+    monkeypatch.setattr(collect.scoring, "gap", lambda run, task: None)
+    plan = plan_sweep(
+        AXIS, [f"train.model_name_or_path={typed}", f"model_labels={{{typed}: Mine}}"]
+    )
+    assert {row["model"] for row in collect.entries(plan, plan.runs)} == {"Mine"}
+
+
+def test_gaps_are_those_of_the_time_when_the_tables_are_made(sweep_file, monkeypatch):
+    """Meanwhile another collect may have held the lock for an hour."""
+    plan = plan_sweep(sweep_file(grid={"seed": [1, 2]}, score=None), [])
+    first, second = plan.runs
+    finish_training(first, held_out_loss=1)
+
+    @contextlib.contextmanager
+    def locked_after_a_while(path, patience, busy_message):
+        finish_training(second, held_out_loss=1)
+        yield
+
+    monkeypatch.setattr(collect, "locked", locked_after_a_while)
+    assert collect.collect(plan) == []
+    assert "0 gaps" in (plan.folder / "results" / "report.html").read_text()
 
 
 @pytest.fixture

@@ -56,7 +56,13 @@ def test_what_is_written_is_read_back(value):
     [
         (
             {"train": {"learning_rat": 1e-3}},
-            "{path}:5: train.learning_rat: unknown key; all are printed by: bash /x/sweeps.sh keys",
+            "{path}:5: train.learning_rat: unknown key; all are printed by: "
+            "bash /x/sweeps.sh keys trainer",
+        ),
+        (
+            {"backend": "open-instruct", "train": {"learning_rat": 1e-3}},
+            "train.learning_rat: unknown key; all are printed by: "
+            "bash /x/sweeps.sh keys open-instruct",
         ),
         ({"workers": 0}, "{path}:10: workers: found 0: Input should be greater than"),
         ({"grid": {"seed": [1, "two"]}}, ":6: grid.seed: found 'two': Input should be"),

@@ -244,11 +244,13 @@ def test_questions_of_the_hub_are_fetched_as_scoring_reads_them(hub_sweep, monke
 
 @pytest.fixture
 def hub_model(tmp_path, monkeypatch) -> Path:
-    """The folder of a model in the hub's cache, with a snapshot that has a config alone."""
+    """The folder of a model in the hub's cache; its branch main has a config alone."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     folder = tmp_path / "hub" / "models--owner--name"
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "snapshots" / "abc" / "config.json").touch()
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
     return folder
 
 
@@ -280,9 +282,11 @@ def test_models_are_looked_for_where_the_library_puts_them(tmp_path, variables, 
         "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)\n"
         "from sweeps.launch.assets import on_disk; print(on_disk('owner/name', 'models'))"
     )
-    snapshot = tmp_path / folder / "models--owner--name" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "model.safetensors").touch()
+    model = tmp_path / folder / "models--owner--name"
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    (model / "snapshots" / "abc" / "model.safetensors").touch()
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
     shell = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     shell |= {name: value.replace("{tmp}", str(tmp_path)) for name, value in variables.items()}
     printed = subprocess.check_output([sys.executable, "-c", code], text=True, env=shell)
@@ -429,10 +433,57 @@ def test_what_another_download_has_left_is_no_part_of_a_model(hub_model):
 
 def test_a_model_is_there_at_the_revisions_that_were_fetched(hub_model):
     (hub_model / "snapshots" / "abc" / "model.safetensors").touch()
-    (hub_model / "refs").mkdir()
     (hub_model / "refs" / "v1").write_text("abc")
     assert assets.on_disk("owner/name", "models", "v1")
     assert not assets.on_disk("owner/name", "models", "v2")
+
+
+@pytest.mark.parametrize("kind", ["models", "tokenizers"])
+def test_without_a_revision_the_branch_main_must_be_there(hub_model, kind):
+    """A launch was content with any commit, where offline jobs look for main."""
+    other = hub_model / "snapshots" / "def"
+    other.mkdir()
+    (other / "tokenizer.json").touch()
+    (other / "model.safetensors").touch()
+    assert assets.on_disk("owner/name", kind, "def")
+    assert not assets.on_disk("owner/name", kind)
+    (hub_model / "refs" / "main").unlink()
+    assert not assets.on_disk("owner/name", kind)
+
+
+def test_of_a_data_set_any_snapshot_will_do(tmp_path, monkeypatch):
+    """Data sets are fetched by their commits, and the cache does not note which one is main."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    snapshot = tmp_path / "hub" / "datasets--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "data.parquet").touch()
+    assert assets.on_disk("owner/name", "datasets")
+
+
+@pytest.mark.parametrize("content", [b'{"weight_map": {"w":', b"\xff", b"[]"], ids=str)
+def test_a_damaged_index_is_named_with_the_other_problems(toy_file, hub_model, content):
+    """Of the hub's cache it is a link; without the file behind it the model is fetched anew."""
+    blob = hub_model / "blobs" / "index"
+    blob.parent.mkdir()
+    blob.write_bytes(content)
+    snapshot = hub_model / "snapshots" / "abc"
+    (snapshot / "model.safetensors.index.json").symlink_to(blob)
+    (snapshot / "a.safetensors").touch()
+    path = toy_file(train={"model_name_or_path": "owner/name"})
+    told = f"model owner/name: {blob}: is damaged: delete it"
+    assert told in problems(path)
+    (problem,) = assets.fetch(assets.assets(plan_sweep(path, [])))
+    assert told in problem
+    blob.unlink()
+    assert not assets.on_disk("owner/name", "models")
+
+
+def test_a_damaged_index_of_a_folder_is_named(toy_file, tmp_path):
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.parent.mkdir()
+    index.write_text("{")
+    path = toy_file(train={"model_name_or_path": str(index.parent)})
+    assert f"train.model_name_or_path: {index}: is damaged: delete it" in problems(path)
 
 
 @pytest.fixture

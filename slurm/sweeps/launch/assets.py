@@ -35,7 +35,7 @@ class Asset:
     """Something that can be fetched: what it is, how to see whether it is here, how to get it."""
 
     name: str
-    is_here: Callable[[], bool]
+    is_here: Callable[[], bool]  # raises InputError where it is damaged, and must first be deleted
     fetch: Callable[[], None]
 
 
@@ -47,37 +47,65 @@ def on_hub(name: str) -> bool:
 def on_disk(name: str, kind: str, revision: str | None = None) -> bool:
     """Whether a whole snapshot of the hub's `owner/name` is here, at `revision` if that is given.
 
-    `kind` is MODELS, TOKENIZERS, which the hub keeps among the models, or DATASETS.
+    `kind` is MODELS, TOKENIZERS, which the hub keeps among the models, or DATASETS. Of models and
+    tokenizers, None is the branch main, for which transformers will look. Of data sets any snapshot
+    will do: they are fetched by their commits, and nothing notes which one is main.
     """
-    hub_kind = MODELS if kind == TOKENIZERS else kind
-    folder = hub_folder() / f"{hub_kind}--{name.replace('/', '--')}"
-    commit = revision
-    branch = folder / "refs" / str(revision)
-    if branch.is_file():
-        commit = branch.read_text()
-    for snapshot in folder.glob("snapshots/*"):
-        if commit in (None, snapshot.name) and whole(snapshot, kind):
-            return True
-    return False
+    if kind == DATASETS:
+        folder = _folder_in_cache(DATASETS, name)
+        snapshots = list(folder.glob("snapshots/*"))
+    else:
+        folder = _folder_in_cache(MODELS, name)
+        snapshots = [folder / "snapshots" / _commit(folder, revision or "main")]
+    return any(whole(snapshot, kind) for snapshot in snapshots)
+
+
+def _folder_in_cache(hub_kind: str, name: str) -> Path:
+    """Where the hub's cache keeps all snapshots of `owner/name`, and what its branches are."""
+    return hub_folder() / f"{hub_kind}--{name.replace('/', '--')}"
+
+
+def _commit(folder: Path, revision: str) -> str:
+    """The commit of a revision, after which its snapshot is named.
+
+    For each branch or tag that was fetched, the cache has a file with the commit. For a commit it
+    has none.
+    """
+    file = folder / "refs" / revision
+    return file.read_text() if file.is_file() else revision
 
 
 def whole(folder: Path, kind: str) -> bool:
     """Whether a folder has what its kind must have; of a model, all files that its index names.
 
-    A file of the hub's cache appears only once it is whole.
+    A file of the hub's cache appears only once it is whole. Raises InputError where an index is
+    damaged all the same, as by a disk that was full.
     """
     if kind != MODELS:
         return any(any(folder.glob(pattern)) for pattern in FILES.get(kind, ("*",)))
     for pattern in FILES[MODELS]:
         shards: set[str] = set()
         for index in folder.glob(f"{pattern}.index.json"):
-            content = json.loads(index.read_text("utf-8"))
-            shards.update(content.get("weight_map", {}).values())
+            if not index.exists():  # it is a link of the cache, and the file behind it was deleted
+                return False
+            shards.update(_shards(index))
         if shards:
             return all((folder / shard).exists() for shard in shards)
         if any(folder.glob(pattern)):
             return True
     return False
+
+
+def _shards(index: Path) -> set[str]:
+    """The names of the files over which a model's index says that its weights are spread."""
+    try:
+        content = json.loads(index.read_text("utf-8"))
+        return set(content.get("weight_map", {}).values())
+    except (ValueError, AttributeError):  # it is no text, no JSON, or no such mapping
+        # In the hub's cache the index is a link, and fetched anew once the file behind it is gone.
+        raise InputError(
+            f"{index.resolve()}: is damaged: delete it, and fetch or copy the model anew"
+        ) from None
 
 
 def assets(plan: SweepPlan) -> list[Asset]:
@@ -157,7 +185,11 @@ def fetch(wanted: list[Asset]) -> list[str]:
     """Fetch what is not here; returns a line for each that failed, and goes on with the others."""
     problems = []
     for asset in wanted:
-        is_here = asset.is_here()
+        try:
+            is_here = asset.is_here()
+        except InputError as error:
+            problems.append(f"{asset.name}: {error}")
+            continue
         print(f"{'here' if is_here else 'fetching'}: {asset.name}", flush=True)
         if is_here:
             continue

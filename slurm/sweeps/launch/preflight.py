@@ -201,10 +201,10 @@ def _inputs(plan: SweepPlan) -> list[str]:
     is not fetched: the other steps read it. Then the files of `world:`, without which no backend
     can say what a run needs. Last what models, data and questions lack, and what the backend says.
     """
-    unfetched = [asset.name for asset in assets.assets(plan) if not asset.is_here()]
+    unfetched = list(_unfetched(plan))
     if unfetched:
         command = f"where there is internet: {cli_command('prefetch', *plan.typed)}"
-        return [*(f"not fetched: {name}" for name in unfetched), *_who_makes(plan), command]
+        return [*unfetched, *_who_makes(plan), command]
     unreadable = list(_files_of_world(plan))
     if unreadable:
         return unreadable
@@ -213,6 +213,16 @@ def _inputs(plan: SweepPlan) -> list[str]:
     if unreadable:
         unreadable += _who_makes(plan)
     return [*unreadable, *from_backend]
+
+
+def _unfetched(plan: SweepPlan) -> Iterator[str]:
+    """What is not fetched, or is damaged and must be fetched anew."""
+    for asset in assets.assets(plan):
+        try:
+            if not asset.is_here():
+                yield f"not fetched: {asset.name}"
+        except InputError as error:
+            yield f"{asset.name}: {error}"
 
 
 def _who_makes(plan: SweepPlan) -> list[str]:
@@ -269,7 +279,13 @@ def _models(train_keys: dict[str, Any]) -> Iterator[str]:
         key = kind_key if train_keys.get(kind_key) else "model_name_or_path"
         name = train_keys[key]
         folder = Path(name)
-        if assets.on_hub(name) or assets.whole(folder, kind):
+        if assets.on_hub(name):
+            continue
+        try:
+            if assets.whole(folder, kind):
+                continue
+        except InputError as error:
+            yield f"train.{key}: {error}"
             continue
         if folder.is_dir():
             patterns = " or ".join(assets.FILES[kind])

@@ -32,15 +32,16 @@ def collect(plan: SweepPlan) -> list[str]:
     scores, the other tables, all diagrams, and report.html. The old folder is replaced once the new
     one is whole.
     """
-    gaps = list_gaps(plan)
-    runs = runs_in_folder(plan)
-    if not any(run.done or run.metrics.exists() for run in runs):
+    if not _has_begun(plan):
         print(f"{plan.sweep.name}: nothing to collect: no run of {plan.folder} has trained yet")
-        return gaps
+        return list_gaps(plan)
     results = plan.folder / "results"
     part = plan.folder / ".results.part"
     busy_message = f"{results}: another `collect` is making it"
     with locked(plan.folder / ".results.lock", COLLECT_PATIENCE, busy_message):
+        # Only now: while this process waited for the lock, runs have gone on.
+        gaps = list_gaps(plan)
+        runs = runs_in_folder(plan)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         # Printed only once all is there: `collect | head` must not end half-way through.
@@ -52,6 +53,12 @@ def collect(plan: SweepPlan) -> list[str]:
         print(f"gap: {line}")
     print(f"report: {(results / 'report.html').absolute()}")
     return gaps
+
+
+def _has_begun(plan: SweepPlan) -> bool:
+    """Whether some run of the folder, whichever launch asked for it, has trained or is done."""
+    runs = [Run(file.parent) for file in plan.folder.glob("*/config.yaml")]
+    return any(run.done or run.metrics.exists() for run in runs)
 
 
 def list_gaps(plan: SweepPlan) -> list[str]:
@@ -114,13 +121,15 @@ def entries(plan: SweepPlan, runs: list[Run]) -> list[dict[str, Any]]:
 
 def _model_names(plan: SweepPlan, runs: list[Run]) -> dict[str, str]:
     """What tables call each model: its label, else its folder's name where that tells it apart."""
+    # However a path is spelt, the model is the same: see `runs.grid.PATH_KEYS`.
+    labels = {os.path.normpath(model): label for model, label in plan.sweep.model_labels.items()}
     models = {run.config().train["model_name_or_path"] for run in runs}
     count = Counter(PurePath(model).name for model in models)
     names = {}
     for model in models:
         short = PurePath(model).name
         name = short if count[short] == 1 else model
-        names[model] = plan.sweep.model_labels.get(model, name)
+        names[model] = labels.get(os.path.normpath(model), name)
     return names
 
 

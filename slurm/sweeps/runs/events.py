@@ -84,7 +84,12 @@ class Event:
 
     @property
     def tag(self) -> str | None:
-        """The name of the job's folder through which a launch on Slurm asked for the run."""
+        """The name of the job's folder through which a launch on Slurm asked for the run.
+
+        None of other launches, and of events that are no launch: an attempt's `job` is a label.
+        """
+        if self.kind is not EventKind.LAUNCHED:
+            return None
         return self.details.get("tag", self.details.get("job"))  # `job` in earlier versions
 
 

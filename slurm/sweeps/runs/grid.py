@@ -146,7 +146,9 @@ def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) 
         for key in PATH_KEYS:
             if isinstance(train_keys.get(key), str) and train_keys[key]:  # "" would become "."
                 train_keys[key] = os.path.normpath(train_keys[key])
-        train_options = build(options_class, train_keys, file, places, section)
+        train_options = build(
+            options_class, train_keys, file, places, section, keys_of=[sweep.backend]
+        )
         if sweep.score is not None:
             problem = scoring_problem(sweep.backend, train_options)
             if problem is not None:

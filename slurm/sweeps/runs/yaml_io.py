@@ -9,7 +9,7 @@ its own types: it would need as many rules.)
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,12 +173,15 @@ def build(
     source: str,
     places: Mapping[str, str],
     section: Callable[[str], str] = _no_section,
+    keys_of: Sequence[str] = (),
 ) -> M:
     """Build a pydantic model from `raw`; raises InputError with a line for each problem.
 
     `places` says where dotted keys stand, or at least those above them; other problems are said
     to be in `source`. `section` says, of a key of `raw`, under which key of the file it was typed:
     `learning_rate` may stand under `train` or under `grid`. "" is for a key of the file itself.
+    `keys_of` is the argument of the command `keys` that prints the keys of this model, the name of
+    a backend; it prints those of sweep files and profiles without one.
     """
     try:
         return model_class.model_validate(raw)
@@ -188,7 +191,7 @@ def build(
     for problem in problems:
         if problem["type"] == "too_short" and problem is not problems[0]:
             continue  # the list is too short only because its items are wrong
-        dotted, message = _describe(problem, raw, section)
+        dotted, message = _describe(problem, raw, section, keys_of)
         lines[f"{_nearest(dotted, places, source)}: {dotted}: {message}"] = None
     raise InputError("\n       ".join(lines))
 
@@ -201,12 +204,14 @@ def key_error(key: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(KEY_ERROR, "{message}", {"key": key, "message": message})
 
 
-def _describe(problem: ErrorDetails, raw: Any, section: Callable[[str], str]) -> tuple[str, str]:
+def _describe(
+    problem: ErrorDetails, raw: Any, section: Callable[[str], str], keys_of: Sequence[str]
+) -> tuple[str, str]:
     """The dotted key, in the file's terms, of what pydantic refused, and what is wrong with it."""
     parts = _keys_to(problem, raw)
     message = problem["msg"]
     if problem["type"] == "extra_forbidden":
-        message = f"unknown key; all are printed by: {cli_command('keys')}"
+        message = f"unknown key; all are printed by: {cli_command('keys', *keys_of)}"
     elif problem["type"] == "missing":
         message = "is missing"
     elif problem["type"] == KEY_ERROR:
