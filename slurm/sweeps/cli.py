@@ -101,8 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.chdir(PROJECT)  # paths inside a sweep file begin there; `_path_in_project` counts on it
     from calibeval.io import CONTINUES, finish
 
-    if_stopped = CONTINUES if parsed.command == "launch" else "stopped"
-    return finish(lambda: parsed.function(parsed), if_stopped)
+    after_ctrl_c = CONTINUES if parsed.command == "launch" else "stopped"
+    return finish(lambda: parsed.function(parsed), after_ctrl_c)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -293,7 +293,7 @@ def _keys(parsed: argparse.Namespace) -> None:
 
 
 def _train(parsed: argparse.Namespace) -> None:
-    """Train a run; score one that is trained already.
+    """Train a run; score one of a single node that is trained already.
 
     This process may have waited for another one that held the run's lock. If that one has trained
     the run meanwhile and has not scored it, this one scores it.

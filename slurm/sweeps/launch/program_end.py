@@ -52,13 +52,14 @@ class ProgramEnd:
         """
         # Of srun's lines only those count that it printed before it killed the rest. The ranks' own
         # exit codes, which each torchrun prints in a table, count wherever they stand.
-        printed, _, _ = "\n".join(["", *self.lines]).partition(SRUN_KILLS)
+        # The "" puts a newline before the first line too, as SRUN_KILLS begins with one.
+        before_kills, _, _ = "\n".join(["", *self.lines]).partition(SRUN_KILLS)
         ranks = [int(code) for code in RANK_EXIT_CODE.findall("\n".join(self.lines))]
-        programs = [int(code) for code in NODE_EXIT_CODE.findall(printed)]
+        programs = [int(code) for code in NODE_EXIT_CODE.findall(before_kills)]
         if Outcome.STOPPED.value in [*ranks, *programs]:
             return Outcome.STOPPED.value
         kills = [code for code in ranks if code < 0 and code != -signal.SIGABRT]
-        if NODE_KILLED.search(printed):
+        if NODE_KILLED.search(before_kills):
             kills.append(-signal.SIGKILL)
         failures = [code for code in [*ranks, *programs] if code > 0]
         if kills:

@@ -48,7 +48,8 @@ STOP_PATIENCE = 120  # seconds to wait for runs that were cancelled, and still s
 STOP_PAUSE = 2  # seconds between looks at them
 SBATCH_SILENCE = 30  # seconds after which a word is said about an sbatch that does not answer
 SBATCH_PATIENCE = 600  # seconds after which it is ended; by itself it gives up after two minutes
-QOS_LIMIT = "format=name,maxsubmitjobsperuser"
+# What sacctmgr is asked for: each QOS, and how many jobs a user may have queued in it.
+QOS_COLUMNS = "format=name,maxsubmitjobsperuser"
 
 
 class NoAnswerOfSbatch(InputError):
@@ -514,7 +515,7 @@ def _submit_limits(cluster: Cluster, job: Job) -> str:
         account, _, limit = line.partition("|")
         if limit and cluster.account in (None, account):
             limits.append(f"MaxSubmitJobs is {limit} for {account}")
-    for line in run_or_empty("sacctmgr", "-nP", "show", "qos", QOS_LIMIT).splitlines():
+    for line in run_or_empty("sacctmgr", "-nP", "show", "qos", QOS_COLUMNS).splitlines():
         qos, _, limit = line.partition("|")
         if limit and cluster.qos in (None, qos):
             limits.append(f"MaxSubmitJobsPerUser is {limit} for QOS {qos}")

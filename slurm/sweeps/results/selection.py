@@ -63,8 +63,8 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
     """For each group of runs that are alike, the rate that is most accurate on a validation task,
     or has the lowest held-out loss.
 
-    Figures are means over seeds; ties go to the lower NLL. Runs without figures, and models before
-    fine-tuning, are left out.
+    Figures are means over seeds. Ties go to the lower NLL, those of held-out loss to the first rate
+    met. Runs without figures, and models before fine-tuning, are left out.
     """
     # What the runs of a group have in common, in the order of the columns.
     keys = [*SHOWN_WITHOUT_RATE_AND_SEED, *varied_settings(runs)]

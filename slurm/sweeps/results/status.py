@@ -87,6 +87,7 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
         only_scoring_is_left = stage_of.get(str(element.run)) == stages.SCORE
         return element.state == "RUNNING", element.only_scores == only_scoring_is_left
 
+    # In ascending order, so that of each run the element that tells most overwrites the others.
     for element in sorted(elements_in_queue, key=tells_more):
         if element.run is None:
             collect_job = element
@@ -104,7 +105,7 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
 
 
 def _next_stages(plan: SweepPlan) -> dict[str, str]:
-    """The next stage of each run that has one, by its name; of one that cannot be read, training.
+    """The next stage of each run that has one, by its name; of one that cannot be asked, training.
 
     `of_sweep` says of the latter what is wrong with it.
     """
@@ -192,7 +193,7 @@ def of_sweep(plan: SweepPlan) -> tuple[list[Status], SlurmView]:
 
 
 def of_run(run: Run, slurm: SlurmView, is_launching: bool) -> Status:
-    """The state of one run; raises InputError where its config cannot be read."""
+    """The state of one run; raises InputError or OSError where scoring cannot be asked."""
     events = run.events()
     submitted = None
     if not _was_launched_here(events):
@@ -433,7 +434,7 @@ def last_metrics(run: Run) -> str:
 
 
 def table(plan: SweepPlan) -> str:
-    """The table with its summary line, in the order of `State`, and why what is dead died."""
+    """The table with its summary line, in the order of `State`; why runs died or were refused."""
     statuses, slurm = of_sweep(plan)
     lines = [_summary(plan, statuses), *_rows(statuses), *_others(plan)]
     for group in _with_same_cause([status for status in statuses if status.reason]):

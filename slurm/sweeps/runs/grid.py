@@ -65,7 +65,9 @@ class SweepPlan:
         write_text(file, dump_yaml(escape_dollars(values)))
 
     def _reopen(self, run: Run) -> None:
-        """Let a run that was done be worked on again if this launch asks more of it.
+        """Remove DONE where it no longer holds, because this launch asks more of the run.
+
+        What is worked on, `next_stage` decides without it.
 
         One whose model was deleted stays done, as nothing can be added to it: a launch that asks
         for more of it is refused by `launch.preflight`, before it comes here.

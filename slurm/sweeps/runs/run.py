@@ -13,7 +13,8 @@ metrics.jsonl     the trainer's progress
 checkpoints/      gone once the run is done
 model/            the final model, which appears whole
 scores/           <task>.jsonl, records by calibeval
-DONE              made once all is there that was asked for, and checkpoints/ is gone; only the
+DONE              made once all is there that was asked for, after checkpoints/ was deleted, as far
+                  as the file system let us; only the
                   model/ that `keep: scores` deletes goes after it. Removed by a launch that asks
                   for more. Nobody decides by it what is to be done, `stages.next_stage` looks at
                   the model and the records; but a run that has it counts as trained without model/
@@ -53,7 +54,7 @@ class RunConfig(Strict):
     `train_options`                as the backend's own model
     `train_values()`               with all defaults, for tables
     `SweepPlan.typed_train_keys`   with paths as they were typed, to tell folders from hub names
-    `results.settings.settings`    `train_values()`, the world and the hashes of files
+    `results.settings.settings`    `train_values()`, the backend, the world and the hashes of files
     """
 
     backend: str | None  # None: see `is_baseline`
@@ -263,7 +264,8 @@ class Run:
     def attempts_without_progress(self, stage: str) -> int:
         """How many attempts in a row at this stage brought the run no further.
 
-        A launch begins the count anew, and so does the stage before.
+        Counted backwards, to the last launch, the last attempt at another stage, or the last
+        attempt that began with less progress.
         """
         progress = self.progress()
         count = 0

@@ -1,7 +1,8 @@
 """What Slurm knows of a sweep's jobs; nothing here changes anything.
 
-A launch writes `<sweep>/jobs/<tag>/names`, the runs of an array line by line, and gives the job a
-name that ends in the tag. So squeue alone tells which run a queued element works on.
+A launch writes `<sweep>/jobs/<tag>/names`, the runs of an array line by line, and gives the job the
+name SWEEP.KIND.TAG (`launch.sbatch.job_name`; KIND is train, score or collect). So squeue alone
+tells which run a queued element works on.
 
 A `launch.sbatch.Job` is one call of sbatch. Here everything is about single elements, each named by
 its label (see `processes.job_label`): a run of several processes has two, one that trains and one
