@@ -57,7 +57,7 @@ def test_what_is_written_is_read_back(value):
         (
             {"train": {"learning_rat": 1e-3}},
             "{path}:5: train.learning_rat: unknown key; all are printed by: "
-            "bash /x/sweeps.sh keys trainer",
+            "bash /x/sweeps.sh keys toy.backend",
         ),
         (
             {"backend": "open-instruct", "train": {"learning_rat": 1e-3}},
