@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from made_records import WORDS, table, write_rows
+from made_records import WORDS, mmlu_rows, write_csv
 
 from calibeval.__main__ import main
 
@@ -52,8 +52,8 @@ def mmlu(tmp_path) -> Path:
     """Two subjects of 30 questions with five examples each."""
     data = tmp_path / "data"
     for subject, seed in (("old_kings", 1000), ("light", 2000)):
-        write_rows(data / "dev" / f"{subject}_dev.csv", table(5, seed))
-        write_rows(data / "test" / f"{subject}_test.csv", table(30, seed + 100))
+        write_csv(data / "dev" / f"{subject}_dev.csv", mmlu_rows(5, seed))
+        write_csv(data / "test" / f"{subject}_test.csv", mmlu_rows(30, seed + 100))
     return data
 
 

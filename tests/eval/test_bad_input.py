@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from made_records import LETTERS, table, write_rows
+from made_records import LETTERS_RECORD, mmlu_rows, write_csv
 
 from calibeval.io import atomic_write
 
@@ -35,10 +35,10 @@ def blank_choice(rows):
     ],
 )
 def test_malformed_csv(mmlu, command, refused, spoil, expected):
-    rows = table(5)
+    rows = mmlu_rows(5)
     spoil(rows)
     path = mmlu / "test" / "light_test.csv"
-    write_rows(path, rows)
+    write_csv(path, rows)
     message = refused(*command)
     assert str(path) in message
     assert expected in message
@@ -169,7 +169,7 @@ TEXTS = {"scoring": "continuation", "normalise": "bytes"}
 
 def second_record(**changes) -> str:
     """A line of a good record but for these keys."""
-    return json.dumps({**LETTERS, "id": "a/1", **changes})
+    return json.dumps({**LETTERS_RECORD, "id": "a/1", **changes})
 
 
 HUGE_NUMBER = "-" + "9" * 5000
@@ -180,7 +180,7 @@ HUGE_NUMBER = "-" + "9" * 5000
     [
         ("{", "line 2: not JSON (Expecting property name enclosed in double quotes, column "),
         ("[]", "line 2: expected a JSON object, found list"),
-        (json.dumps(LETTERS), "line 2: id 'a/0' is on line 1 already"),
+        (json.dumps(LETTERS_RECORD), "line 2: id 'a/0' is on line 1 already"),
         (second_record(label=True), "line 2: label is True: expected a whole number"),
         (second_record(label=2), "line 2: label is 2, expected 0 to 1"),
         (second_record(logprobs=[-1.0]), "logprobs is [-1.0]: expected 2 or more, found 1"),
@@ -197,7 +197,7 @@ HUGE_NUMBER = "-" + "9" * 5000
 )
 def test_malformed_records(tmp_path, refused, second, expected):
     path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(LETTERS) + "\n" + second + "\n")
+    path.write_text(json.dumps(LETTERS_RECORD) + "\n" + second + "\n")
     assert expected in refused("metrics", path)
 
 
@@ -211,14 +211,14 @@ def test_absent_and_empty_records(tmp_path, refused):
 
 def test_records_without_the_lengths_that_are_asked_for(tmp_path, refused):
     path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(LETTERS))
+    path.write_text(json.dumps(LETTERS_RECORD))
     assert "line 1: no 'bytes' by which" in refused("metrics", path, "--normalise", "bytes")
 
 
 def test_records_cut_at_the_end_of_a_line(tmp_path, refused):
     """The sidecar says how many there were."""
     path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(LETTERS) + "\n" + second_record() + "\n")
+    path.write_text(json.dumps(LETTERS_RECORD) + "\n" + second_record() + "\n")
     sidecar = tmp_path / "r.jsonl.meta.json"
     sidecar.write_text('{"questions": 3}')
     assert f"{path}: 2 records, but r.jsonl.meta.json says 3" in refused("metrics", path)

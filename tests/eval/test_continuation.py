@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from made_records import plain, scored, write_lines
+from made_records import log_probability, scored, write_lines
 from transformers import AutoTokenizer
 
 from calibeval import prompts, scoring, tasks
@@ -51,7 +51,7 @@ def test_equals_whole_prompts(arc, score, tiny_model, shots):
     assert len(rows) == 12
     for number, ((text, choices, _), row) in enumerate(zip(ARC * 4, rows, strict=True)):
         context = f"{examples}Question: {text} {number}\nAnswer:"
-        expected = [plain(tiny_model, context, f" {choice}") for choice in choices]
+        expected = [log_probability(tiny_model, context, f" {choice}") for choice in choices]
         assert row["logprobs"] == pytest.approx(expected, abs=1e-4)
         assert row["characters"] == [len(choice) for choice in choices]
         assert row["bytes"] == [len(choice.encode()) for choice in choices]
@@ -79,7 +79,7 @@ def test_hellaswag_is_the_hubs_text(score, tmp_path, tiny_model):
     contexts = ("Ski: A man. sits. He and the", "Ski: A man. sits. he and THE")
     endings = ["falls", " goes", "is é", "up"]
     for context, row in zip(contexts, rows, strict=True):
-        expected = [plain(tiny_model, context, f" {ending}") for ending in endings]
+        expected = [log_probability(tiny_model, context, f" {ending}") for ending in endings]
         assert row["logprobs"] == pytest.approx(expected, abs=1e-4)
         assert row["characters"] == [5, 5, 4, 2]
         assert row["bytes"] == [5, 5, 5, 2]
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_cut(tiny_model, tmp_path, capsys, scoring_mode, sc
     assert cut > 0
     (subject,) = tasks.load(Task(task="jsonl", data=str(data), shots=0))
     context = prompts.build(subject, subject.questions[1], 0, scoring=scoring_mode).text
-    expected = [plain(tiny_model, context, f" {text}", cut) for text in scored_texts]
+    expected = [log_probability(tiny_model, context, f" {text}", cut) for text in scored_texts]
     assert rows[1]["logprobs"] == pytest.approx(expected, abs=1e-4)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from made_records import LETTERS, write_lines
+from made_records import LETTERS_RECORD, write_lines
 
 from calibeval import records
 from calibeval.io import InputError
@@ -10,15 +10,19 @@ from calibeval.io import InputError
 
 def test_texts_may_begin_alike(tmp_path):
     """ "Yes" and "Yes, sir": probabilities of texts sum to more than 1, and are no letter mass."""
-    twice = LETTERS | {"scoring": "continuation", "logprobs": [-0.1, -0.2], "letter_mass": 1.72}
+    twice = LETTERS_RECORD | {
+        "scoring": "continuation",
+        "logprobs": [-0.1, -0.2],
+        "letter_mass": 1.72,
+    }
     found = records.read(write_lines(tmp_path / "r.jsonl", [twice]))
     assert found.logprobs.tolist() == [[-0.1, -0.2]] and np.isnan(found.letter_mass[0])
 
 
 def test_absent_choices_are_told_from_unlikely_ones(tmp_path):
-    five = LETTERS | {"id": "a/1", "logprobs": [-800.0, -0.1, -3.0, -4.0, -5.0]}
+    five = LETTERS_RECORD | {"id": "a/1", "logprobs": [-800.0, -0.1, -3.0, -4.0, -5.0]}
     five["letter_mass"] = 0.98
-    found = records.read(write_lines(tmp_path / "r.jsonl", [LETTERS, five]))
+    found = records.read(write_lines(tmp_path / "r.jsonl", [LETTERS_RECORD, five]))
     assert np.isneginf(found.logprobs).tolist() == [[False] * 2 + [True] * 3, [False] * 5]
     assert found.logprobs[1].tolist() == five["logprobs"]
 
@@ -35,6 +39,6 @@ def test_absent_choices_are_told_from_unlikely_ones(tmp_path):
     ],
 )
 def test_probabilities_that_cannot_be(tmp_path, changes, expected):
-    file = write_lines(tmp_path / "r.jsonl", [LETTERS | changes])
+    file = write_lines(tmp_path / "r.jsonl", [LETTERS_RECORD | changes])
     with pytest.raises(InputError, match=expected):
         records.read(file)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from made_records import LETTERS, read_lines, table, write_lines, write_rows
+from made_records import LETTERS_RECORD, mmlu_rows, read_lines, write_csv, write_lines
 
 from calibeval import engines, scoring
 from calibeval import store as store_module
@@ -114,7 +114,7 @@ def test_other_settings_are_refused(command, run, refused, options, changes):
 
 def test_other_data_by_the_same_options_are_refused(command, mmlu, run, refused):
     run(*command)
-    write_rows(mmlu / "test" / "light_test.csv", table(29))
+    write_csv(mmlu / "test" / "light_test.csv", mmlu_rows(29))
     assert "was made with other questions or examples" in refused(*command)
 
 
@@ -133,7 +133,7 @@ def test_a_damaged_file_is_refused(command, tmp_path, run, refused):
 
 
 # As scoring makes them: the model and the packages' versions are in every record.
-SCORED = {**LETTERS, "model": "a-model", "versions": {"calibeval": "0.1.0"}}
+SCORED = {**LETTERS_RECORD, "model": "a-model", "versions": {"calibeval": "0.1.0"}}
 BFLOAT16 = {"engine": "transformers", "device": "H100", "dtype": "bfloat16", "batch_size": 16}
 DECISIVE = ("engine", "dtype", "head_dtype")
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from made_records import read_lines, scored, table, write_lines, write_records, write_rows
+from made_records import mmlu_rows, read_lines, scored, write_csv, write_lines, write_records
 from scipy.special import log_softmax
 
 import calibeval
@@ -89,8 +89,8 @@ def test_texts_are_read_by_their_convention(tmp_path):
 def overlapping(mmlu, tiny_model, tmp_path):
     """Scored val.jsonl and test.jsonl with two questions in common, and the options of `score`."""
     for subject, place in (("old_kings", 1100), ("light", 2100)):
-        rows = [*table(25, seed=7), table(1, place)[0]]
-        write_rows(mmlu / "val" / f"{subject}_val.csv", rows)
+        rows = [*mmlu_rows(25, seed=7), mmlu_rows(1, place)[0]]
+        write_csv(mmlu / "val" / f"{subject}_val.csv", rows)
     options = ["--model", tiny_model, "--task", "mmlu", "--data", mmlu]
     scored(tmp_path / "val.jsonl", *options, "--split", "val")
     scored(tmp_path / "test.jsonl", *options)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import transformers
-from made_records import plain, scored
+from made_records import log_probability, scored
 
 from calibeval import prompts, scoring, tasks
 from calibeval.engines import prompt_limit
@@ -35,7 +35,7 @@ def test_equals_the_plain_way(mmlu, tiny_model, score, shots, options):
     assert [row["id"] for row in rows] == [question.id for _, question in questions]
     for (subject, question), row in list(zip(questions, rows, strict=True))[::9]:
         prompt = prompts.build(subject, question, shots)
-        expected = [plain(tiny_model, prompt.text, f" {letter}") for letter in "ABCD"]
+        expected = [log_probability(tiny_model, prompt.text, f" {letter}") for letter in "ABCD"]
         assert row["logprobs"] == pytest.approx(expected, abs=2e-5)
         assert row["letter_mass"] == pytest.approx(sum(map(math.exp, expected)), abs=1e-5)
         assert row["prompt_sha256"] == prompt.sha256

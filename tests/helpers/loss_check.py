@@ -19,7 +19,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # and tl.store writes all 8: the last element's upper half falls on what follows. So the filtered
 # backward's schedule loses tiles. Compiled kernels are not affected.
 WIDE_CUMSUM = INTERPRETED and tuple(map(int, triton_version.split(".")[:2])) < (3, 3)
-runs_schedule = pytest.mark.skipif(
+# The mark of tests that run the filtered backward's schedule.
+needs_narrow_cumsum = pytest.mark.skipif(
     WIDE_CUMSUM, reason="Triton < 3.3's interpreter stores tl.cumsum of int32 as int64"
 )
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bf16

@@ -1,4 +1,7 @@
-"""Records of a made-up model whose calibration is known, and files of lines read and written."""
+"""Records of a made-up model whose calibration is known, and the files that tests of eval/ read.
+
+Those are JSON lines, and CSV files as of MMLU.
+"""
 
 import csv
 import json
@@ -13,18 +16,24 @@ import numpy as np
 from calibeval.__main__ import main
 
 # A record that is answered by letters.
-LETTERS = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
+LETTERS_RECORD = {
+    "id": "a/0",
+    "subject": "a",
+    "label": 1,
+    "logprobs": [-1.0, -2.0],
+    "letter_mass": 0.5,
+}
 WORDS = "which of the following is a true statement about force mass light cells kings law"
 
 
-def write_rows(path: Path, rows: list[list[str]]) -> None:
+def write_csv(path: Path, rows: list[list[str]]) -> None:
     """Write a CSV file without a header."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
 
 
-def table(count: int, seed: int = 0) -> list[list[str]]:
+def mmlu_rows(count: int, seed: int = 0) -> list[list[str]]:
     """Return rows of MMLU's official layout: a question, four choices and the right letter."""
     rows = []
     words = WORDS.split()
@@ -53,7 +62,7 @@ def scored(out: Path, *options: str | Path) -> list[dict[str, Any]]:
     return read_lines(out)
 
 
-def plain(folder: Path, context: str, choice: str, cut: int = 0) -> float:
+def log_probability(folder: Path, context: str, choice: str, cut: int = 0) -> float:
     """Return log P(choice | context) of a model by one forward of the whole prompt.
 
     The `cut` first tokens are left out.

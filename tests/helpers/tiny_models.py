@@ -63,7 +63,7 @@ def batch():
 
 
 def expected(model, batch, beta, reduction="mean", **settings):
-    """Upstream's logits, shifted, through torch's loss."""
+    """The loss of the unpatched forward's logits, shifted, through torch's loss."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     logits = model(**inputs, **settings).logits[:, :-1].flatten(0, 1)
     labels = batch["labels"][:, 1:].flatten()

@@ -1,4 +1,4 @@
-"""What the tests of training share: conversations, options, updates of known lengths, runs."""
+"""What the tests of training share: conversations, some of known lengths, options, and runs."""
 
 import json
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_check import DEVICE, error, gradients, inputs, runs_schedule
+from loss_check import DEVICE, error, gradients, inputs, needs_narrow_cumsum
 
 from smoothce import linear_cross_entropy, triton
 from smoothce.options import InputTensors, Needs, Options
@@ -26,7 +26,7 @@ BOTH = Needs(hidden=True, weight=True, bias=False)
 WIDTH = tiles_for(torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 64, device=DEVICE)).width
 
 
-@runs_schedule
+@needs_narrow_cumsum
 @pytest.mark.parametrize(
     "options",
     [{"softcap": 4.0}, {"reduction": "none"}, {"z_loss": 0.05, "mixture": True}],
@@ -61,7 +61,7 @@ def test_unbiased_filter_is_right_in_the_mean(options):
         assert draws.sum(2).abs().max() <= 8e-3 * draws.abs().sum(2).max()
 
 
-@runs_schedule
+@needs_narrow_cumsum
 def test_a_token_whose_label_is_forbidden_keeps_its_softmax():
     """Its loss is infinite and its gradient finite; so small a threshold leaves nothing out."""
     n, v = 8, 3 * WIDTH
@@ -128,7 +128,7 @@ def unpack_item(item: int) -> tuple[int, int, int]:
     return item >> BLOCK_SHIFT.value, index, item & KIND_MASK.value
 
 
-@runs_schedule
+@needs_narrow_cumsum
 @settings(max_examples=30, deadline=None)
 @given(
     listed=st.lists(st.integers(0, 60), min_size=1, max_size=30),
