@@ -35,8 +35,8 @@ MARKS = [
         reason="needs: apt-get install slurm-wlm munge",
     ),
 ]
-# Tests on Slurm launch sweeps with this as HF_TOKEN and WANDB_API_KEY, and look for it in every file
-# that is written: none may hold it.
+# Tests on Slurm launch sweeps with this as HF_TOKEN and WANDB_API_KEY. They look for it in every
+# file that a sweep has written: none may hold it.
 SECRET = "hf_planted5ecret0000"
 LOG_CHARACTERS = 1500  # of each log, at its end, that a failing test shows
 
