@@ -1,11 +1,12 @@
 """Gather the pages of all folders for the site: python docs/gather.py FOLDER
 
-The pages stay beside the code that they describe. This copies every Markdown file of the checkout
-(but for hidden files, those in hidden folders, and those that git ignores), and every file that one
-of them links to, into FOLDER under the same relative path, so that the links between them hold on
-the site too. FOLDER is made anew: what an earlier call gathered there is deleted, and a folder with
-anything else is refused. `make docs` calls it before `mkdocs build --strict`, which fails on any
-link or anchor that leads nowhere.
+The pages stay beside the code that they describe. A page is a Markdown file of the checkout that is
+not hidden, not in a hidden folder, and not ignored by git. This copies every page, and every file
+that a page links to, into FOLDER under the same relative path, so that the links between them hold
+on the site too; the site's style, docs/extra.css, becomes FOLDER/extra.css. FOLDER is made anew: if
+an earlier call has filled it, it is deleted with all that is in it; if it has other files, it is
+refused. `make docs` calls this before `mkdocs build --strict`, which fails on any link or anchor
+that leads nowhere.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MARK = ".gathered"  # the file by which a folder is known that this script may delete
+MARK = ".gathered"  # in a folder with this file, all is this script's to delete
 # The targets of [text](target#anchor), [name]: target and <img src="target">.
 LINKS = (
     re.compile(r"\]\(([^)#\s]+)"),
