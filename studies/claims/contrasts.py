@@ -194,10 +194,11 @@ def difference(
     paired = paired_files(files_of_terms)
     if not paired:
         return None
-    sides = []
+    weighted_evaluations = []
     for position, weight in enumerate(weights):
-        sides.append((weight, [load(files[position], quantity) for files in paired]))
-    estimate = stats.contrast(sides, quantity.metric, quantity.confidence)
+        evaluations_of_seeds = [load(files[position], quantity) for files in paired]
+        weighted_evaluations.append((weight, evaluations_of_seeds))
+    estimate = stats.contrast(weighted_evaluations, quantity.metric, quantity.confidence)
     if estimate.value is None:
         return None
     scaled = replace(

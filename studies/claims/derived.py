@@ -3,7 +3,8 @@
 `DERIVATIONS` has a function for each. It reads the answers of the runs that were scored, divides
 their log-probabilities by a temperature, and returns runs like the scored ones, whose `origin` is
 the derivation's name. A further derivation is a function here, a line in `DERIVATIONS`, one in
-`report.TEMPERATURES`, and a `Term` of its name in a contrast.
+`report.TEMPERATURES`, and a `Term` of its name in a contrast. Of each part `summary` prints the one
+that `summary.TEMPERATURE_TERMS` names.
 """
 
 import sys
@@ -102,16 +103,18 @@ def over_trained_at_a_temperature(study: Study, scored: list[AnsweredRun]) -> li
         record = RunRecord("over-trained-temperature", f"{seed}", label_smoothing=0.0, seed=seed)
         try:
             record.temperature, _ = scaling.fit(answers, np.ones(len(answers), bool))
-            halves, _ = cross_fitted(answers)
+            cross_fitted_answers, _ = cross_fitted(answers)
         except scaling.NoTemperature as error:
             print(f"over-trained-temperature: skipped for {mmlu}: {error}", file=sys.stderr)
             continue
         folder = unpacked_folder(study, *record.key)
         files = files_of_seed(scored, OVER_TRAINED, seed)
         del files["mmlu"]
-        logprobs = dict(zip(halves.ids, halves.logprobs.tolist(), strict=True))
+        logprobs_of_question = dict(
+            zip(cross_fitted_answers.ids, cross_fitted_answers.logprobs.tolist(), strict=True)
+        )
         rows = [
-            {**row, "logprobs": logprobs[row["id"]], "letter_mass": None}
+            {**row, "logprobs": logprobs_of_question[row["id"]], "letter_mass": None}
             for _, row in json_lines(mmlu)
         ]
         write_rows(folder / "mmlu.jsonl", rows)

@@ -43,7 +43,7 @@ def write_base_mean(train_options: TrainOptions, out: Path) -> None:
     if out.exists():
         return
     tokenizer, dataset = tokenizer_and_dataset(train_options)
-    model = load_base_model(train_options, len(tokenizer))
+    model = load_for_inference(train_options, len(tokenizer))
     hidden, _ = target_states(model, dataset, dataset.train_conversations[:CONVERSATIONS])
     total = torch.zeros(model.config.vocab_size, dtype=torch.float64, device=model.device)
     for chunk in logits(model, hidden):
@@ -69,10 +69,11 @@ def tokenizer_and_dataset(
     )
 
 
-def load_base_model(train_options: TrainOptions, tokenizer_size: int) -> PreTrainedModel:
-    """A run's base model for inference, with a row for each of the tokenizer's entries.
+def load_for_inference(train_options: TrainOptions, tokenizer_size: int) -> PreTrainedModel:
+    """The model that options name, for inference, with a row for each of the tokenizer's entries.
 
-    On a GPU, if there is one, in its own precision; else in fp32.
+    That is the base model in the options of a run. It is on a GPU, if there is one, in its own
+    precision; else in fp32.
     """
     model = load_model(train_options, tokenizer_size).eval()
     if torch.cuda.is_available():
@@ -84,8 +85,8 @@ def load_base_model(train_options: TrainOptions, tokenizer_size: int) -> PreTrai
 def load_tuned_model(run: Run, tokenizer_size: int) -> PreTrainedModel:
     """A run's finished model, likewise."""
     train_options: TrainOptions = run.config().train_options
-    changed = train_options.model_copy(update={"model_name_or_path": str(run.model)})
-    return load_base_model(changed, tokenizer_size)
+    options_of_tuned = train_options.model_copy(update={"model_name_or_path": str(run.model)})
+    return load_for_inference(options_of_tuned, tokenizer_size)
 
 
 @torch.inference_mode()
@@ -192,7 +193,7 @@ def score_average(run: Run, out: Path) -> float:
     """
     train_options: TrainOptions = run.config().train_options
     tokenizer = make_tokenizer(train_options)
-    base = load_base_model(train_options, len(tokenizer))
+    base = load_for_inference(train_options, len(tokenizer))
     tuned = load_tuned_model(run, len(tokenizer))
     val = Task(task="mmlu", data="data/mmlu", split="val")
     test = Task(task="mmlu", data="data/mmlu", split="test")

@@ -91,8 +91,8 @@ Questions = dict[str, list[dict[str, Any]]]  # by task, in the order in which th
 class RunRecord:
     """What is kept of a run beside its answers, and how many questions of each task it answered.
 
-    A further field is a column of RUN_SCHEMA too, and of the published files: all are read by these
-    columns.
+    A further field is a column of RUN_SCHEMA too. All files are read by these columns, so the
+    published ones must then be rewritten, which no command does.
     """
 
     # A part of the study, a step (`temperature` or `averaged`), a derivation of `derived.py`, or
@@ -199,8 +199,8 @@ class RecordStore:
     def file_state(self, model: str, record: RunRecord) -> str:
         """The name, size and time of the file that holds a run's answers, as a text.
 
-        A text that is as before says that the answers are. Another one does not say that they have
-        changed: a merge, which changes none, moves them into another file.
+        If the text has not changed, neither have the answers. If it has changed, they may still be
+        the same: a merge moves them into another file and changes none.
         """
         path = self._file_of(model, record.key)
         status = path.stat()

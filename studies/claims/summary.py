@@ -11,6 +11,7 @@ ones than the questions do; each table says what a calibrated model would read i
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
@@ -57,6 +58,14 @@ COLUMNS = [
 ]
 
 
+class RowRecipe(NamedTuple):
+    """What a row of a table is to show: its setting, its β as printed, and which runs."""
+
+    setting: str
+    beta: str
+    term: Term
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of a table: its setting, its β as printed, and its runs' answers, a file a seed."""
@@ -79,46 +88,45 @@ def summary(study: Study) -> None:
     """
     study.store.merge(study.model)
     model_runs = answered_runs(study)
-    settings = settings_of_table()
-    rows_by_task = {task: rows_of_settings(model_runs, task, settings) for task in LETTER_TASKS}
+    recipes = recipes_of_first_tables()
+    rows_by_task = {task: rows_of_recipes(model_runs, task, recipes) for task in LETTER_TASKS}
     lines = []
     for task, rows in rows_by_task.items():
         lines += task_table(rows, LETTER_TASKS[task])
-    others = rows_of_settings(model_runs, "mmlu", settings_of_other_parts())
+    others = rows_of_recipes(model_runs, "mmlu", recipes_of_other_parts())
     lines += task_table(others, "MMLU, other parts")
     write_text(study.runs_folder / f"{study.model}-summary.md", "\n".join(lines))
     print(*lines, sep="\n")
     draw_ece(rows_by_task, study.runs_folder / f"{study.model}-ece.png")
 
 
-def settings_of_table(
-    labels: dict[str, str] = SETTING_LABELS,
-) -> list[tuple[str, str, Term]]:
-    """The setting, the β as printed and the runs of each row, in the order of the tables."""
-    settings = [("before fine-tuning", "", BASE)]
-    for part, name in labels.items():
-        settings += [(name, f"{beta:g}", Term(part, beta)) for beta in BETAS]
+def recipes_of_first_tables(labels: dict[str, str] = SETTING_LABELS) -> list[RowRecipe]:
+    """The rows of the tables that every task has, in their order."""
+    recipes = [RowRecipe("before fine-tuning", "", BASE)]
+    for part, label in labels.items():
+        recipes += [RowRecipe(label, f"{beta:g}", Term(part, beta)) for beta in BETAS]
         if part in TEMPERATURE_TERMS:
-            settings.append((f"{name}, then a temperature", "0", TEMPERATURE_TERMS[part]))
-    return settings
+            at_temperature = f"{label}, then a temperature"
+            recipes.append(RowRecipe(at_temperature, "0", TEMPERATURE_TERMS[part]))
+    return recipes
 
 
-def settings_of_other_parts() -> list[tuple[str, str, Term]]:
-    """The same of the parts that are asked MMLU alone and stand in a table of their own."""
-    settings = [("high-rate", f"{beta:g}", Term("high-rate", beta)) for beta in BETAS]
-    settings.append(("two-epochs", "0", Term("two-epochs", 0.0)))
-    return settings
+def recipes_of_other_parts() -> list[RowRecipe]:
+    """The rows of the parts that are asked MMLU alone and stand in a table of their own."""
+    recipes = [RowRecipe("high-rate", f"{beta:g}", Term("high-rate", beta)) for beta in BETAS]
+    recipes.append(RowRecipe("two-epochs", "0", Term("two-epochs", 0.0)))
+    return recipes
 
 
-def rows_of_settings(
-    model_runs: list[AnsweredRun], task: str, settings: list[tuple[str, str, Term]]
+def rows_of_recipes(
+    model_runs: list[AnsweredRun], task: str, recipes: list[RowRecipe]
 ) -> list[Row]:
-    """The settings that were asked a task, in the order of `settings`."""
+    """The rows of which there are runs that were asked a task, in the order of `recipes`."""
     rows = []
-    for setting, beta, term in settings:
-        files = files_by_seed(model_runs, term, task)
+    for recipe in recipes:
+        files = files_by_seed(model_runs, recipe.term, task)
         if files:
-            rows.append(Row(setting, beta, term, [*files.values()]))
+            rows.append(Row(recipe.setting, recipe.beta, recipe.term, [*files.values()]))
     return rows
 
 
@@ -188,6 +196,8 @@ def draw_ece(rows_by_task: dict[str, list[Row]], out: Path) -> None:
         panels = canvas.subplots(len(SETTING_LABELS), len(LETTER_TASKS), sharex=True, sharey="row")
         for panels_of_setting, setting in zip(panels, SETTING_LABELS.values(), strict=True):
             for axis, task in zip(panels_of_setting, rows_by_task, strict=True):
+                # Rows of the base model and of a temperature have other settings. They are no
+                # points over β, and some have no β at all.
                 rows = [row for row in rows_by_task[task] if row.setting == setting]
                 draw_panel(axis, rows)
             panels_of_setting[0].set_ylabel(f"{setting}\nECE")

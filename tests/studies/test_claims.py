@@ -530,7 +530,7 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(
     (u,) = found
     assert u.dtype == float and abs(u.sum() - 1) < 1e-12
     np.testing.assert_allclose(u, z.softmax(-1).mean(0), rtol=1e-5)
-    monkeypatch.setattr(gpu_measures, "load_base_model", None)  # it is not made again
+    monkeypatch.setattr(gpu_measures, "load_for_inference", None)  # it is not made again
     assert training.train(tiny_study, PART["base-mean"], asked) == 0
 
 
@@ -766,15 +766,15 @@ def test_a_line_is_drawn_where_another_setting_begins():
 def test_a_part_stands_in_the_first_tables_by_its_label_alone():
     """Without a temperature that was fitted to its runs it has no row of one."""
     labels = {"recommended": "as recommended", "sum": "summed loss"}
-    rows = summary.settings_of_table(labels)
-    assert [beta for name, beta, _ in rows if name == "summed loss"] == [
+    rows = summary.recipes_of_first_tables(labels)
+    assert [row.beta for row in rows if row.setting == "summed loss"] == [
         "0",
         "0.1",
         "0.2",
         "0.3",
         "0.5",
     ]
-    at_a_temperature = [name for name, _, _ in rows if name.endswith(", then a temperature")]
+    at_a_temperature = [row.setting for row in rows if row.setting.endswith(", then a temperature")]
     assert at_a_temperature == ["as recommended, then a temperature"]
 
 

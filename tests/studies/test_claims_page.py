@@ -226,8 +226,8 @@ class Published:
     @cache  # noqa: B019
     def levels(self, model: str, task: str) -> dict[tuple[str, str], list[str]]:
         """The cells of each setting and β: of the first tables, `high-rate` and `two-epochs`."""
-        settings = [*summary.settings_of_table(), *summary.settings_of_other_parts()]
-        rows = summary.rows_of_settings(self.runs(model), task, settings)
+        recipes = [*summary.recipes_of_first_tables(), *summary.recipes_of_other_parts()]
+        rows = summary.rows_of_recipes(self.runs(model), task, recipes)
         return {(row.setting, row.beta): summary.cells_of_row(row) for row in rows}
 
     def level(
@@ -326,8 +326,8 @@ def test_the_rows_of_base_models_are_what_the_records_say(model, tmp_path):
     run = answers.AnsweredRun(record, tmp_path)
     stated = {(row[0], row[1]): row[2] for row in rows_of_first_tables() if not row[2][1]}
     for task in answers.LETTER_TASKS:
-        settings = summary.settings_of_table()[:1]
-        (row,) = summary.rows_of_settings([run], task, settings)
+        recipes = summary.recipes_of_first_tables()[:1]
+        (row,) = summary.rows_of_recipes([run], task, recipes)
         assert summary.cells_of_row(row) == stated[model, task]
 
 
@@ -335,7 +335,7 @@ def test_the_first_tables_have_every_setting_once():
     found: dict[tuple[str, str], list[list[str]]] = {}
     for model, task, cells in rows_of_first_tables():
         found.setdefault((model, task), []).append(cells[:2])
-    all_settings = [[setting, beta] for setting, beta, _ in summary.settings_of_table()]
+    all_settings = [[row.setting, row.beta] for row in summary.recipes_of_first_tables()]
     assert len(all_settings) == 13
     as_recommended = [cells for cells in all_settings if "over-trained" not in cells[0]]
     expected = {}
@@ -519,8 +519,8 @@ def test_the_page_tells_what_calibrated_models_read(published):
     for task in answers.LETTER_TASKS:
         rows = []
         for model in (LARGE, SMALL):
-            settings = summary.settings_of_table()
-            rows += summary.rows_of_settings(published.runs(model), task, settings)
+            recipes = summary.recipes_of_first_tables()
+            rows += summary.rows_of_recipes(published.runs(model), task, recipes)
         floors.append(f"{summary.largest_ece_floor(rows):.3f}")
     stated = "an ECE of up to {} on MMLU, {} on ARC-Easy and {} on HellaSwag".format(*floors)
     assert stated in page()
