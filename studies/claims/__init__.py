@@ -9,7 +9,9 @@ To add a model:
 - `python -m studies.claims NAME` then does all parts and steps, with five seeds; a name in
   `parts.MODELS_WITH_THREE_SEEDS` has three. Without OPEN_INSTRUCT_DIR the part `script` fails, and
   the others are done all the same. A row of a batch has `train.max_tokens` tokens, which
-  80 GB hold for 1.5B parameters; `train.max_tokens=4096` behind the command halves it.
+  80 GB hold for 1.5B parameters; `train.max_tokens=4096` behind the command halves it. The part
+  `script` fails of that key, which open-instruct's script does not have: name that part in a second
+  command, without the key.
 - For the figure's label, add an entry of `model_labels` in config.yaml. The forest plot draws every
   model that has records of three seeds or more.
 - To publish its records, commit records/NAME.parquet, records/NAME/ and records/manifest.json. The
@@ -21,7 +23,7 @@ To add anything else:
 - A part is an entry of `parts.PARTS` and a line in `__main__`'s docstring. For `report` to compare
   it, it also needs an entry of `contrasts.CONTRASTS`; for `summary` to print its levels, one of
   `summary.SETTING_LABELS` (the tables of all tasks, and the figure) or a row of
-  `summary.settings_of_other_parts` (MMLU). If its runs read a file that prefetch does not bring,
+  `summary.recipes_of_other_parts` (MMLU). If its runs read a file that prefetch does not bring,
   `training.prepare` makes it, and `parts.sweep_overrides` puts its path into the runs' settings.
 - A task is an entry of `score.tasks` in config.yaml and, for `report` to compare it, of
   `contrasts.CALIBRATION`. One that is answered by letters also needs a name in
@@ -30,5 +32,6 @@ To add anything else:
   `summary.METRICS`, `summary.COLUMNS` and `summary.cells_of_row`.
 - A step is an entry of `__main__.STEPS` and a line in its docstring.
 - A derivation: `derived.py` says how.
-- A field of the records is a field of `records.RunRecord` and a column of `records.RUN_SCHEMA`.
+- A field of the records is a field of `records.RunRecord` and a column of `records.RUN_SCHEMA`. The
+  published files must be rewritten with that column, which no command does.
 """

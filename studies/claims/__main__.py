@@ -34,9 +34,10 @@ Steps:
                   which draws what smoothing does to all models
 
 An interrupted run goes on where its folder is. key=value overrides the sweep of every part, for
-example workers=6 for six runs at a time, or grid.seed=[0,1,2]. Without that, `grid` has one seed,
-`sum`, `filtered`, `equal` and `script` have three, and other parts five (Gemma, SmolLM2 and the
-0.5B three), as in the published records.
+example workers=6 for six runs at a time, or grid.seed=[0,1,2]. A key that open-instruct's script
+does not have, such as train.max_tokens, makes the part `script` fail; the others are done all the
+same. Without seeds in the command, `grid` has one seed, `sum`, `filtered`, `equal` and `script`
+have three, and other parts five (Gemma, SmolLM2 and the 0.5B three), as in the published records.
 """
 
 import os
@@ -96,6 +97,8 @@ def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
         is_whole = finish_part(study, part, overrides)
         if not is_whole:
             failed.append(part.name)
+    # Steps rest on records, and would fail without any. If a part has failed, that is why there are
+    # none, and is told already; if none has, the step itself is to tell.
     has_records = bool(study.store.runs(study.model))
     for name, step in STEPS.items():
         if name in wanted and (has_records or not failed):
@@ -109,10 +112,12 @@ def finish_part(study: Study, part: Part, overrides: list[str]) -> bool:
     """Train what a part lacks; returns whether it is whole now. Why it is not goes to stderr."""
     try:
         changes = sweep_overrides(study, part, overrides)
-    except InputError as error:  # It has no learning rate, and the parts after it may have theirs.
-        print(f"error: {error}", file=sys.stderr)
+        return train(study, part, changes) == 0
+    except InputError as error:
+        # The part has no learning rate, or does not know a key of `overrides`, or lacks a file. The
+        # parts after it may do without.
+        print(f"error: {part.name}: {error}", file=sys.stderr)
         return False
-    return train(study, part, changes) == 0
 
 
 def rate_is_unknown(part: Part, failed: list[str]) -> bool:

@@ -169,13 +169,17 @@ def losses_of_grid(study: Study) -> "pd.Series[float]":
     grid = runs[runs.origin == "grid"]
     if grid.empty:
         raise InputError(f"{study.model}, grid: no run is trained; the part grid comes first")
-    # A mean of pandas would leave out the NaN of a seed that has diverged; numpy's is NaN.
+    # A mean of pandas would leave out the NaN of a seed that has diverged; numpy's is NaN. A run
+    # that held no conversations out has None instead of a loss, which becomes NaN here, too.
     means = grid.groupby("learning_rate").held_out_loss.apply(
-        lambda losses: losses.to_numpy().mean()
+        lambda losses: losses.to_numpy(dtype=float).mean()
     )
     finite = means[np.isfinite(means)]
     if finite.empty:
-        raise InputError(f"{study.model}, grid: no learning rate has a held-out loss; all diverged")
+        raise InputError(
+            f"{study.model}, grid: no learning rate has a held-out loss; all have diverged, or no "
+            "conversations were held out (train.held_out)"
+        )
     return finite
 
 
@@ -186,32 +190,38 @@ class EqualLosses:
     learning_rate: float  # of the part `equal`
     plain: float  # the loss at β = 0 with that learning rate
     smoothed: float  # the loss at β = 0.1 with the chosen learning rate
-    is_end_of_grid: bool  # whether the loss of β = 0.1 is above those of the grid up to its end
-    is_best_of_grid: bool  # whether it is below all losses of the grid
+    # Whether no rate of the grid reaches the loss of β = 0.1. `learning_rate` is then the end of
+    # the side that `losses_outwards_from_best` chooses.
+    is_above_grid: bool
+    # Whether the loss of β = 0.1 is below all losses of the grid. `learning_rate` is then the best
+    # rate of the grid.
+    is_below_grid: bool
 
 
 def equal_losses(study: Study) -> EqualLosses | None:
-    """What became of the part `equal`; None where it has no runs."""
+    """What became of the part `equal`; None where it has no runs.
+
+    Raises InputError where a seed of it or of β = 0.1 has no held-out loss.
+    """
     runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
-    plain = runs[runs.origin == "equal"]
-    if plain.empty:
+    equal = runs[runs.origin == "equal"]
+    if equal.empty:
         return None
     smoothed = loss_to_equal(study)
     losses = losses_outwards_from_best(losses_of_grid(study))
     return EqualLosses(
-        learning_rate=float(plain.learning_rate.iloc[0]),
-        plain=float(plain.held_out_loss.to_numpy().mean()),
+        learning_rate=float(equal.learning_rate.iloc[0]),
+        plain=mean_held_out_loss(equal, f"{study.model}, equal", "β = 0"),
         smoothed=smoothed,
-        is_end_of_grid=bool(smoothed > losses.iloc[-1]),
-        is_best_of_grid=bool(smoothed < losses.iloc[0]),
+        is_above_grid=bool(smoothed > losses.iloc[-1]),
+        is_below_grid=bool(smoothed < losses.iloc[0]),
     )
 
 
 def loss_to_equal(study: Study) -> float:
     """The held-out loss that `recommended` has at β = 0.1, in the mean over seeds.
 
-    Raises InputError where a seed has none: without it the mean would be of other seeds than that
-    of β = 0.
+    Raises InputError where there are no such runs, or a seed has no held-out loss.
     """
     runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
     smoothed = runs[(runs.origin == "recommended") & (runs.label_smoothing == 0.1)]
@@ -220,12 +230,21 @@ def loss_to_equal(study: Study) -> float:
             f"{study.model}, recommended: no run at β = 0.1 is trained; the part recommended "
             "comes first"
         )
-    losses = smoothed.held_out_loss.to_numpy(dtype=float)
-    without_loss = smoothed.run[~np.isfinite(losses)]
+    return mean_held_out_loss(smoothed, f"{study.model}, recommended", "β = 0.1")
+
+
+def mean_held_out_loss(runs: pd.DataFrame, model_and_part: str, beta: str) -> float:
+    """The held-out loss of runs that differ in their seed, in the mean over seeds.
+
+    Raises InputError where a seed has none: without it the mean would be of other seeds than the
+    one that it is compared with.
+    """
+    losses = runs.held_out_loss.to_numpy(dtype=float)
+    without_loss = runs.run[~np.isfinite(losses)]
     if not without_loss.empty:
         raise InputError(
-            f"{study.model}, recommended: no finite held-out loss of {', '.join(without_loss)} at "
-            "β = 0.1, which diverged; no learning rate can equal the loss of all seeds"
+            f"{model_and_part}: no finite held-out loss of {', '.join(without_loss)} at {beta}, "
+            "which diverged or held no conversations out; no loss can equal that of all seeds"
         )
     return float(losses.mean())
 

@@ -18,28 +18,33 @@ from sweeps.runs.run import Run
 def fit_temperatures(study: Study) -> None:
     """Fit a temperature to each run of `recommended` at β = 0 that has none on record.
 
-    Runs that are on record without a trained model are named on stderr and left out.
+    Runs without a trained model, and trained ones that the part's index does not list, are named on
+    stderr and left out.
     """
     results = study.part_folder("recommended") / "results"
+    index = results / "index.jsonl"
     recorded = study.store.keys(study.model)
     runs_with_models = [run.name for run in trained(study, "recommended")]
+    listed = []
+    if index.exists():
+        listed = [entry for _, entry in json_lines(index) if entry["dataset"] == "mmlu"]
     plain = []
-    if (results / "index.jsonl").exists():
-        for _, entry in json_lines(results / "index.jsonl"):
-            is_plain = entry["dataset"] == "mmlu" and entry["label_smoothing"] == 0
-            # The index also lists runs whose model was deleted after they were scored.
-            has_model = entry["run"] in runs_with_models
-            if is_plain and has_model and ("temperature", entry["run"]) not in recorded:
-                plain.append(entry)
-    tell_of_absent_models(study, "temperature", [entry["run"] for entry in plain])
+    for entry in listed:
+        is_plain = entry["label_smoothing"] == 0
+        # The index also lists runs whose model was deleted after they were scored.
+        has_model = entry["run"] in runs_with_models
+        if is_plain and has_model and ("temperature", entry["run"]) not in recorded:
+            plain.append(entry)
+    tell_of_absent_models(study, "temperature", runs_with_models)
+    tell_of_unlisted_runs(study, index, [entry["run"] for entry in listed])
     if not plain:
         return
     out = study.part_folder("temperature")
     for entry in temperatures.fit_to_mmlu(plain, results, Path("data/mmlu"), out):
         file = Path(entry["records"])
         run_keys = {name: entry[name] for name in RUN_KEYS}
-        temperature = meta(file)["temperature"]["temperature"]
-        record = RunRecord("temperature", file.stem, temperature=temperature, **run_keys)
+        fit = meta(file)["temperature"]  # what `calibeval.temperature` returned, and of which file
+        record = RunRecord("temperature", file.stem, temperature=fit["temperature"], **run_keys)
         study.store.add(study.model, record, {})
 
 
@@ -60,6 +65,26 @@ def tell_of_absent_models(study: Study, step: str, runs_with_models: list[str]) 
         print(
             f"{step}: skipped for {', '.join(absent)}, since no trained model is in {folder}; "
             "the records of other runs stay as they are",
+            file=sys.stderr,
+        )
+
+
+def tell_of_unlisted_runs(study: Study, index: Path, listed: list[str]) -> None:
+    """Name on stderr the trained runs of `recommended` at β = 0 that the part's index lacks.
+
+    Without its line there, nothing says which records of a run are read at a temperature.
+    """
+    recorded = study.store.keys(study.model)
+    unlisted = []
+    for run in trained(study, "recommended"):
+        is_plain = run.config().train["label_smoothing"] == 0
+        is_wanted = is_plain and ("temperature", run.name) not in recorded
+        if is_wanted and run.name not in listed:
+            unlisted.append(run.name)
+    if unlisted:
+        print(
+            f"temperature: skipped for {', '.join(unlisted)}, which {index} does not list; "
+            "`python -m sweeps collect` of the part makes it anew once they are scored",
             file=sys.stderr,
         )
 

@@ -93,9 +93,9 @@ def equal_loss_lines(study: Study) -> list[str]:
         f"Equal held-out loss: {losses.smoothed:.3f} at β = 0.1, {losses.plain:.3f} at β = 0 with "
         f"a learning rate of {losses.learning_rate:g}"
     )
-    if losses.is_end_of_grid:
+    if losses.is_above_grid:
         line += ", the end of the grid, since no rate of the grid reaches the loss of β = 0.1"
-    elif losses.is_best_of_grid:
+    elif losses.is_below_grid:
         line += ", the best of the grid, since its rates all have a larger loss than β = 0.1"
     return [f"{line}.", ""]
 
@@ -109,7 +109,8 @@ def held_out_loss_table(study: Study) -> list[str]:
     runs = runs[runs.held_out_loss.notna()]
     if runs.empty:
         return []
-    # Some records of other parts do not tell their rate, which is that of the part's other runs.
+    # Other parts have one rate, which some of their records do not tell. `groupby` would drop a run
+    # without a rate, so that 0 stands for it.
     rates_of_grid = runs.learning_rate.where(runs.origin == "grid", 0.0)
     groups = runs.assign(rate=rates_of_grid).groupby(["origin", "rate", "label_smoothing"])
     means = groups.held_out_loss.agg(["mean", "size"]).reset_index()

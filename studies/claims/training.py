@@ -139,8 +139,8 @@ def overrides_of_missing_runs(study: Study, part: Part, plan: SweepPlan) -> list
     recorded = recorded_runs(study)
     missing = [run for run in plan.runs if lacks_records(recorded, part, run)]
     lacks_base = any(lacks_records(recorded, part, run) for run in plan.baselines)
-    # A part that asks for no base model may have no `score:`, in which `score.base=false` could be
-    # set; the part grid has none.
+    # A part without base models may have no `score:` at all, as the part grid. There the override
+    # `score.base=false` would add one, so that it is not given.
     leave_base_out = bool(plan.baselines) and not lacks_base
     return [launch.overrides(leave_base_out) for launch in launches_of(missing)]
 
@@ -172,9 +172,9 @@ def files_of_tasks(run: Run) -> dict[str, Path]:
 
 def record_key(part: Part, run: Run) -> tuple[str, str]:
     """The origin and the name of a run in the records; the base model's run is no part's own."""
-    if run.config().backend:
-        return part.name, run.name
-    return "base", run.name
+    if run.config().is_baseline:
+        return "base", run.name
+    return part.name, run.name
 
 
 def keep_records(study: Study, part: Part, plan: SweepPlan) -> None:

@@ -172,7 +172,7 @@ def test_the_grid_chooses_the_rate_of_other_parts(study, command, folders, capsy
     assert parts.equal_rate(study) == 1e-4
 
 
-def add_grid(study: Study, losses: dict[float, tuple[float, ...]]) -> None:
+def add_grid(study: Study, losses: dict[float, tuple[float | None, ...]]) -> None:
     """Runs of the grid with the held-out losses of each rate, a seed each."""
     for rate, losses_of_seeds in losses.items():
         for seed, loss in enumerate(losses_of_seeds):
@@ -191,6 +191,15 @@ def test_a_rate_is_chosen_by_its_mean_over_seeds(study):
 def test_no_rate_is_chosen_where_all_have_diverged(study):
     add_grid(study, {1e-5: (float("nan"),), 2e-5: (float("nan"),)})
     with pytest.raises(InputError, match=f"{MODEL}, grid: no learning rate has a held-out loss"):
+        parts.chosen_rate(study)
+
+
+def test_no_rate_is_chosen_where_nothing_is_held_out(study):
+    """As with `train.held_out=0`; it was a TypeError."""
+    add_grid(study, {1e-5: (None,), 2e-5: (None,)})
+    with pytest.raises(
+        InputError, match=r"no learning rate has a held-out loss; .*train\.held_out"
+    ):
         parts.chosen_rate(study)
 
 
@@ -217,6 +226,18 @@ def test_an_equal_loss_is_not_that_of_fewer_seeds(study):
     study.store.add(MODEL, equal, {})
     line, _ = report.equal_loss_lines(study)  # Such a seed does not stop the report.
     assert line.startswith("Equal held-out loss: unknown. ") and "s1" in line
+
+
+def test_an_equal_loss_of_a_run_that_diverged_is_unknown(study):
+    """It was told as "nan at β = 0"."""
+    add_grid(study, {1e-5: (1.2,), 2e-5: (1.6,)})
+    smoothed = RunRecord("recommended", "s", label_smoothing=0.1, seed=0, held_out_loss=1.5)
+    equal = RunRecord("equal", "e", label_smoothing=0.0, learning_rate=1e-5)
+    equal.held_out_loss = float("nan")
+    for record in (smoothed, equal):
+        study.store.add(MODEL, record, {})
+    line, _ = report.equal_loss_lines(study)
+    assert line.startswith(f"Equal held-out loss: unknown. {MODEL}, equal: ") and " e " in line
 
 
 def test_a_loss_below_all_of_the_grid_is_told(study, capsys):
@@ -257,6 +278,28 @@ def test_a_part_without_a_learning_rate_does_not_stop_the_others(study, monkeypa
     assert trained == ["half-data"]
     said = capsys.readouterr().err
     assert "recommended: no run at β = 0.1 is trained" in said and "not whole: equal;" in said
+
+
+def test_an_override_that_one_part_does_not_know_does_not_stop_the_others(
+    study, monkeypatch, capsys
+):
+    """open-instruct's options have no `max_tokens`; the parts after `script` were left undone."""
+    add_grid(study, {5e-6: (1.2,), 2e-5: (1.5,)})
+    trained = []
+
+    def train(study: Study, part: parts.Part, overrides: list[str]) -> int:
+        if part.name == "script":
+            return training.train(study, part, overrides)
+        trained.append(part.name)
+        return 0
+
+    monkeypatch.setattr(claims, "train", train)
+    words = [MODEL, "script", "half-data", "train.max_tokens=4096"]
+    assert claims.main(words, study.runs_folder, study.store) == 2
+    assert trained == ["half-data"]
+    printed_errors = capsys.readouterr().err
+    assert "train.max_tokens: unknown key" in printed_errors
+    assert "not whole: script;" in printed_errors
 
 
 def test_runs_are_trained_in_the_studys_folder(folders):
@@ -483,6 +526,23 @@ def test_a_run_of_the_index_whose_model_was_deleted_is_skipped_by_name(study, ca
     write_text(study.part_folder("recommended") / "results/index.jsonl", json.dumps(entry))
     posthoc.fit_temperatures(study)
     assert "temperature: skipped for r, since no trained model is" in capsys.readouterr().err
+
+
+def test_a_trained_run_that_the_index_lacks_is_skipped_for_that_reason(study, capsys):
+    """It was said to have no trained model, or nothing was said at all."""
+    add_grid(study, {2e-5: (1.2,)})
+    overrides = parts.sweep_overrides(study, PART["recommended"], [])
+    plan = plan_sweep(CONFIG, overrides)
+    plan.create()
+    (run, *_) = (run for run in plan.runs if run.config().train["label_smoothing"] == 0)
+    run.model.mkdir()
+    plain = {"learning_rate": 2e-5, "label_smoothing": 0.0, "seed": 0}
+    study.store.add(MODEL, RunRecord("recommended", run.name, **plain), {})
+    posthoc.fit_temperatures(study)
+    printed_errors = capsys.readouterr().err
+    index = study.part_folder("recommended") / "results/index.jsonl"
+    assert f"temperature: skipped for {run.name}, which {index} does not list" in printed_errors
+    assert "no trained model" not in printed_errors
 
 
 def test_runs_without_held_out_conversations_have_no_entropy_gap(study, folders, monkeypatch):
