@@ -28,12 +28,15 @@ class Config(Strict):
     k: PositiveInt
     splits: PositiveInt
     sentences: PositiveInt
-    seeds: list[int]
+    seeds: list[int] = Field(min_length=1)
     noise: PositiveFloat
 
 
 def study(config: Config) -> None:
-    """Write and print the table: a row a kind of set, means ± standard deviations over seeds."""
+    """Write and print the table: a row a kind of set, means ± standard deviations over seeds.
+
+    Of one seed there is no deviation, and none is printed.
+    """
     tables = [results_of_seed(config, seed) for seed in config.seeds]
     by_kind = pd.concat(tables).groupby(level=0, sort=False)
     means = by_kind.mean()
@@ -42,8 +45,12 @@ def study(config: Config) -> None:
     for kind in means.index:
         mean = means.loc[kind]
         deviation = deviations.loc[kind]
-        coverage = f"{mean.coverage:.3f} ± {deviation.coverage:.3f}"
-        rows.append([kind, coverage, f"{mean.set_size:.2f} ± {deviation.set_size:.2f}"])
+        coverage = f"{mean.coverage:.3f}"
+        size = f"{mean.set_size:.2f}"
+        if len(config.seeds) > 1:
+            coverage += f" ± {deviation.coverage:.3f}"
+            size += f" ± {deviation.set_size:.2f}"
+        rows.append([kind, coverage, size])
     heads = [f"sets at 1 − α = {1 - config.alpha:g}", "coverage", "size"]
     text = tabulate(rows, heads, "github", disable_numparse=True)
     print(text)

@@ -17,8 +17,9 @@ import pandas as pd
 
 from calibeval import conformal
 
-# Counted in both: whether a set holds all right entities of its sentence. In ALL each entity has
-# 1 − α by itself, in SIDAK as many as the likeliest labeling has have it together.
+# For both kinds it is counted whether a set holds all right entities of its sentence. In ALL, each
+# entity by itself is to be held with probability 1 − α. In SIDAK, several entities are to be held
+# at once with probability 1 − α: as many as the likeliest labeling of the sentence has.
 ALL = "all entities"
 SIDAK = "all entities, Šidák"
 MANY = ": five and more"
@@ -68,10 +69,13 @@ def k_best(emissions: np.ndarray, transitions: np.ndarray, k: int) -> tuple[np.n
         origins = np.argsort(-extended, axis=0, kind="stable")[:k]
         ways_before = scores.shape[1]
         steps_back.append((origins, ways_before))
-        scores = np.take_along_axis(extended, origins, 0).T + emission[:, None]
+        best_extended = np.take_along_axis(extended, origins, axis=0)  # (≤ k, L)
+        # (L, ≤ k) again: row = this word's label, column = rank.
+        scores = best_extended.T + emission[:, None]
     order = np.argsort(-scores, axis=None, kind="stable")[:k]
     order = order[np.isfinite(scores.flat[order])]
     logprobs = scores.flat[order] - np.logaddexp.reduce(log_total)
+    # The last label of each labeling, and the rank of its way there; then backwards, word by word.
     label, rank = np.divmod(order, scores.shape[1])
     labels_from_the_end = [label]
     for origins, ways_before in reversed(steps_back):
@@ -191,7 +195,7 @@ def _thresholds(right: pd.DataFrame, test: pd.DataFrame, alpha: float, together:
     """
     held_at_once = test.guessed_in_sentence.clip(lower=1)
     if not together:
-        held_at_once = held_at_once.clip(upper=1)
+        held_at_once[:] = 1
     thresholds = pd.Series(index=test.index, dtype=float)
     for entity_class, of_class in held_at_once.groupby(test.entity_class):
         scores = right.score[right.entity_class == entity_class].to_numpy()

@@ -100,6 +100,16 @@ def test_the_study_in_small(small, tmp_path, capsys):
     assert "| inf ± " in capsys.readouterr().out  # too few are listed
 
 
+def test_one_seed_has_no_deviation_and_none_is_named(small, capsys):
+    """It was "± nan", and no seed at all a traceback."""
+    given = {"sentences": 60, "splits": 4, "k": 20}
+    assert small(study, **given, seeds=[0]) == 0
+    printed = capsys.readouterr().out
+    assert "| all entities" in printed and "±" not in printed
+    assert small(study, **given, seeds=[]) == 2
+    assert "config.yaml: seeds" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_page_tells_what_the_command_prints(small, capsys):
     """The hidden Markov model's columns, by the study's own config.yaml."""
