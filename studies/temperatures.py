@@ -1,5 +1,6 @@
 """Temperatures that studies fit to trained models after training."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from tqdm import tqdm
 
 import calibeval
 from calibeval.request import Task
+from calibeval.scaling import NoTemperature
 
 
 def fit_to_mmlu(
@@ -16,7 +18,8 @@ def fit_to_mmlu(
 
     `entries` are rows of a sweep's index.jsonl, which lies in the folder `results`; `data` is MMLU.
     Each run's records at its temperature are written to `out`, where what is there already stays.
-    Returns the same rows, which name these records instead.
+    Returns the same rows, which name these records instead. A run to which no temperature can be
+    fitted is named on stderr and left out.
     """
     rows = []
     for entry in tqdm(entries, "temperatures", unit="fit"):
@@ -26,6 +29,10 @@ def fit_to_mmlu(
             val = Task(task="mmlu", data=str(data), split="val", name=f"{entry['run']}-val")
             model = test.resolve().parents[1] / "model"  # <run>/model
             calibeval.score(str(model), tasks=[val], out=out, batch_size=64, progress=False)
-            calibeval.temperature(out / f"{val.key}.jsonl", test, records)
+            try:
+                calibeval.temperature(out / f"{val.key}.jsonl", test, records)
+            except NoTemperature as error:
+                print(f"temperature: skipped for {entry['run']}: {error}", file=sys.stderr)
+                continue
         rows.append({**entry, "records": str(records), "calibrator": "temperature"})
     return rows

@@ -13,6 +13,7 @@ import pytest
 import tiny_world
 import torch
 from made_records import read_lines, write_lines, write_records
+from studies import temperatures
 from studies.claims import __main__ as claims
 from studies.claims import (
     answers,
@@ -516,6 +517,22 @@ def test_of_a_temperature_the_number_is_kept(tiny, tiny_study, folders):
     fitted = calibeval.temperature(scores / "val.jsonl", scores / "test.jsonl", folders / "out")
     assert record.key == ("temperature", cell.name) and record.tasks == {}
     assert record.temperature == fitted["temperature"]
+
+
+def test_a_run_without_a_temperature_does_not_stop_the_others(folders, monkeypatch, capsys):
+    """One whose answers are all right, say; no temperature of any run was kept."""
+
+    def fit(val: Path, test: Path, out: Path) -> None:
+        if out.stem == "all-right":
+            raise scaling.NoTemperature(val, "all 20 answers are right", "fit it on other records")
+
+    monkeypatch.setattr(calibeval, "score", lambda *_, **__: None)
+    monkeypatch.setattr(calibeval, "temperature", fit)
+    runs = ("all-right", "other")
+    entries = [{"run": run, "records": f"../{run}/scores/mmlu.jsonl"} for run in runs]
+    rows = temperatures.fit_to_mmlu(entries, folders / "results", folders / "mmlu", folders / "out")
+    assert [row["run"] for row in rows] == ["other"]
+    assert "temperature: skipped for all-right: " in capsys.readouterr().err
 
 
 def test_a_run_of_the_index_whose_model_was_deleted_is_skipped_by_name(study, capsys):
