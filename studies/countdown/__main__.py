@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import studies
-from calibeval.io import InputError, read_text, write_text
+from calibeval.io import read_text, write_text
 from calibeval.request import Strict
 from studies.countdown import passk, policy, problems
 from studies.countdown.policy import Method
@@ -43,14 +43,18 @@ class Config(Strict):
     seeds: list[int]
     settings: dict[str, Method]  # what is added to GRPO, by the name of the tables' row
 
+    @model_validator(mode="after")
+    def _no_setting_is_the_start(self) -> "Config":
+        if START in self.settings:
+            raise ValueError(
+                f"settings.{START}: the tables have a row of this name for the supervised model; "
+                "call the setting otherwise"
+            )
+        return self
+
 
 def study(config: Config) -> None:
     """Problems, start, runs, tables."""
-    if START in config.settings:
-        raise InputError(
-            f"config.yaml: settings.{START}: the tables have a row of this name for the supervised "
-            "model; call the setting otherwise"
-        )
     folder = Path(__file__).parent
     sources = [*sorted(folder.glob("*.py")), folder.parent / "pretraining.py"]
     studies.refuse_other_versions(config.output, sources, "this study")
