@@ -8,8 +8,9 @@ filter", has the mathematics.
 A pair is kept when it holds the label, or when norm_ij = √(P_ij · max_v p_iv), which bounds the
 2-norm of the pair's probabilities, reaches the block's threshold ε_j. Any other pair is drawn with
 probability norm_ij / ε_j, so that gradients stay unbiased. ε_j is the call's threshold ε
-(`LossCall.eps`), but lower where the block's norms sum to less than DRAWN · ε, so that about DRAWN
-of its pairs are listed in any case.
+(`LossCall.eps`), unless the block's norms, each counted up to ε, sum to less than DRAWN · ε. Then
+it is lower: that sum / DRAWN. Where the norms are alike, about DRAWN pairs are listed by it. Where
+a few large norms make up most of the sum, those few are listed, and fewer than DRAWN in all.
 Kept and drawn pairs are *listed*: each block has a list of its tokens.
 
 Every pair has a coefficient m_ij for the low-rank model, which stands in for what is not
@@ -37,7 +38,8 @@ from smoothce.triton.tokens import PackedTokens
 
 # Listed tokens × slices of D that one share of a block's weight gradient takes on.
 SHARE_SIZE = 2048
-# About as many pairs are listed even of a block in which all norms are small: half a tile.
+# About as many pairs are listed even of a block in which all norms are small, if they are alike:
+# half a tile.
 DRAWN = 64
 # Numbers of tokens in the lists are int16.
 MAX_PADDED_TOKENS = 2**15
@@ -155,6 +157,7 @@ def plan_kernel(
         relative_lse_base2 = tl.load(lses_base2 + token, mask=inside, other=0.0)
         label_logit_base2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
         relative_lse_base2 -= reference_logit_base2(label_logit_base2)
+        # A pair whose norm is larger than ε is kept, once. Without the cap it would count for many.
         norm = tl.minimum(tl.exp2(0.5 * (log2_max + log2_mass) - relative_lse_base2), eps)
         sum_of_norms += tl.sum(tl.where(token < n_valid, norm, 0.0), 0)
     block_log2_eps = tl.minimum(log2_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
@@ -167,6 +170,8 @@ def plan_kernel(
         log2_max = tl.load(pair_max + row_start + token, mask=inside, other=0.0).to(tl.float32)
         label = tl.load(labels + token, mask=inside, other=-1)
         token_lse_base2 = tl.load(lses_base2 + token, mask=inside, other=0.0)
+        # The bits of the token's log-sum-exp are the seed of its draws. They change from step to
+        # step as the logits do, and equal inputs draw alike.
         seed = token_lse_base2.to(tl.int32, bitcast=True)
         label_logit_base2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
         relative_lse_base2 = token_lse_base2 - reference_logit_base2(label_logit_base2)
@@ -319,12 +324,15 @@ def items_kernel(
     shares = tl.load(n_shares + block)
     last_share = tl.load(share_end + block)
 
-    # r₀ of this block's tiles is in [r0_low, r0_high]; at last it is r0_high. It is at most this
-    # block, whose own tiles stand before its shares.
+    # r₀ of this block's tiles is in [r0_low, r0_high], whose ends meet. It is at most this block,
+    # whose own tiles stand before its shares.
     r0_low = 0
     r0_high = block
-    # The b₀ of this block's shares, were it for the tiles within reach alone, is in
-    # [b0_low, b0_high]; at last it is b0_low. Own and earlier tiles are the `maximum` below.
+    # The number of blocks with tile_end ≤ begin + reach is in [b0_low, b0_high], whose ends meet.
+    # With blocks counted from 0 it is also the first block whose tiles are out of reach. b₀ has to
+    # be more than this block as well: `blocks_before` is the larger of that number and block + 1.
+    # In the example above, S0 has 0 + 4 in reach: the tiles of blocks 0 and 1 end after 2 and 3
+    # tiles, those of block 2 after 6, so that the number is 2, and b₀ is max(2, 1) = 2.
     # (`block * 0` is a 0 that is a tensor from the start, as what the loop assigns is.)
     b0_low = block * 0
     b0_high = blocks + block * 0
