@@ -1,12 +1,14 @@
 """Which way a call makes its gradients, and how much memory that takes.
 
-The choice follows from shapes and options alone, so that equal calls give equal bits. Where ranks
-share a vocabulary, it follows from the rank that has most of it, so that all ranks choose the same
-and take part in the same collectives. `threshold` says whether gradients are filtered, `plan_for`
-chooses the way, `describe` puts it into words for `smoothce.explain`. Two choices are made
-elsewhere: whether a filtered call makes its gradients in the forward
-(`filtered.makes_gradients_in_forward`), and which pairs of a token and a block the filter computes
-(`filter_plan`).
+The choice follows from the call's shapes, dtype, options and wanted gradients, from the GPU's tile
+shapes and from `torch.use_deterministic_algorithms`. Neither the tensors' values nor the free
+memory matter, so equal calls choose alike. Where ranks share a vocabulary, it follows from the rank
+that has most of it, so that all ranks choose the same and take part in the same collectives.
+
+`threshold` says whether gradients are filtered, `plan_for` chooses the way, `describe` puts it into
+words for `smoothce.explain`. Two choices are made elsewhere: whether a filtered call makes its
+gradients in the forward (`filtered.makes_gradients_in_forward`), and which pairs of a token and a
+block the filter computes (`filter_plan`).
 """
 
 import math
@@ -133,8 +135,12 @@ def workspace_capacity(call: LossCall) -> Capacity:
         the classifier is frozen     BUSY_TOKENS         not at all
         N / 4 ≤ few                  few                 in the inputs' dtype, in ≤ 4 parts
         few < N / 4 ≤ 3 · few        N / 4               in the inputs' dtype, in 4 parts
-        3 · few < N / 4              few                 in fp32: with few tokens at a time this
-                                                         takes less than a quarter of the tokens
+        3 · few < N / 4              few                 in fp32
+
+    In the last row the fp32 sums of dC take as many bytes as the 16-bit probabilities of 2 · D
+    tokens. With those of the `few` tokens beside them, this is at most what the probabilities of
+    3 · few tokens would take, and so less than those of a quarter of all tokens. (fp32 inputs need
+    no such sums: their dC is summed in the inputs' dtype there too.)
     """
     n = len(call.inputs.labels)
     d = call.inputs.weight.shape[1]
@@ -249,6 +255,7 @@ def describe_filter(call: LossCall) -> str:
 
 def describe_workspace(call: LossCall, plan: GradientPlan, products: int) -> str:
     """How gradients are made in the forward, in words."""
+    # This rank's. The plan itself goes by the rank that has most (`bytes_of_token`).
     bytes_per_token = call.blocks * call.tiles.width * call.inputs.weight.element_size()
     counted = "1 product" if products == 1 else f"{products} products"
     n = len(call.inputs.labels)

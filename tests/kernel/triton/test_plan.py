@@ -1,4 +1,4 @@
-"""Which way gradients are made, from shapes and options alone; what `explain` says of it."""
+"""Which way gradients are made, from what a call is, and what `explain` says of it."""
 
 import re
 
