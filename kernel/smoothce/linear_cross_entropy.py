@@ -175,10 +175,12 @@ def linear_cross_entropy(
       in fp32. Where a bound of the 2-norm of a token's probabilities in a block is below
       `filter_eps`, the block is computed with probability bound / filter_eps and weighted
       accordingly, so that the gradient is right in the mean; otherwise a model of the block stands
-      in. (A block whose bounds sum to less than 64 · filter_eps has a lower threshold of its own,
-      by which it is computed for about 64 tokens all the same.) "auto" is
+      in. (A block whose bounds, each counted up to `filter_eps`, sum to less than 64 · filter_eps
+      has a lower threshold of its own, which is that sum / 64. It is then computed for about 64
+      tokens if their bounds are alike, and for fewer if a few bounds make up most of the sum.)
+      "auto" is
 
-          2^-8.3 (256000 / V)^¼, or None where a rank has fewer than 8192 of the V entries.
+          2^-8.3 (256000 / V)^¼, or None where no rank has 8192 of the V entries or more.
 
       A step's gradient is then off by 1.4e-2 (hidden) and 1.5e-2 (weight) on inputs like a language
       model's (kernel/RESULTS.md), and sums are taken in an order that depends on timing. Under a
@@ -193,9 +195,9 @@ def linear_cross_entropy(
       same on every rank. The loss and the gradient of `hidden` are those of the whole vocabulary.
 
     Under `torch.compile` a reduced loss makes its gradients in the forward, whatever `workspace`
-    and `filter_eps` are, and the graph holds them until the backward. One that is not reduced, in
-    fp16 or with `return_lse` makes them in the backward, where the logits are computed again, also
-    where the classifier is frozen.
+    and `filter_eps` are, and the graph holds them until the backward. Three kinds of loss make them
+    in the backward instead: one that is not reduced, one in fp16, and one with `return_lse`. There
+    the logits are computed again, also where the classifier is frozen.
 
     Raises ValueError or TypeError, naming what was given and what was expected. A label outside
     [0, V) raises IndexError on a CPU and is a device-side assertion on CUDA.
