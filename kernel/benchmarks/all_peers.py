@@ -341,6 +341,7 @@ class GroupRun:
             self.recorder.record(key, measurement.row, "started")
             truth = None if measurement.beta is None else truths[measurement.beta]
             works = self.measure_without_clock(key, measurement, truth)
+            # `record` writes "failed" in place of "measured" where the row has a reason by now.
             self.recorder.record(key, measurement.row, "measured", self.checks.get(key))
             if not works:
                 return False

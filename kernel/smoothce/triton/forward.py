@@ -39,7 +39,9 @@ from smoothce.triton.tiles import LOG2E, base2_logits, descriptor, product_tile,
 from smoothce.triton.tokens import LossCall, PackedTokens, token_slices
 from smoothce.vocab_parallel import TokenLogitSums, merge_shards
 
-SLACK = tl.constexpr(64.0)  # base 2: sums of 2^18 such numbers, and their inverse, are fp32 numbers
+# In base 2, so that p̃ ≤ 2^64. Over 2^18 vocabulary entries Σ_v p̃_iv ≤ 2^82. Both this sum, which is
+# in dE as Σ_v p̃_iv C_v, and its inverse, which is in w_i = a_i / Σ_v p̃_iv, are normal fp32 numbers.
+SLACK = tl.constexpr(64.0)
 LOWEST = tl.constexpr(-1e38)  # an offset below every logit
 FP16_RANGE = tl.constexpr(60000.0)
 

@@ -295,7 +295,7 @@ class GradientSums:
     hidden: Tensor | None  # (N, D), each row written once
     weight: Tensor | None  # (V, D) in the inputs' dtype, or fp32
     bias: Tensor | None  # (V,) fp32
-    begun: bool = False  # whether a part has written to `weight`, which holds no numbers before
+    begun: bool = False  # whether a part has been added; `weight` holds no numbers before that
 
     @classmethod
     def allocate(cls, call: LossCall, sum_in_fp32: bool) -> "GradientSums":

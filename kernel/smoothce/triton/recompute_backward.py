@@ -173,6 +173,7 @@ def packed_again(super_block_call: LossCall, tokens: PackedTokens, n_valid: int 
         return packed.masked_fill_((place >= tokens.valid_count)[:, None], 0)
     if n_valid < len(hidden):
         return hidden.index_select(0, tokens.order[:n_valid])
+    # All tokens are valid, so that `tokens.order`, which is stable, is the caller's order.
     return hidden
 
 
