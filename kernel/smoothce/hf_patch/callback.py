@@ -159,7 +159,9 @@ def _patch_prepared(model: nn.Module, keywords: PatchSettings) -> None:
 def _autocast_outermost(causal: CausalModel) -> Iterator[None]:
     """Take accelerate's autocast off a model's forward, if there is one, and put it on again around
     the forward that the model then has: accelerate has it around all."""
-    # Where accelerate keeps it.
+    # In mixed precision accelerate's `prepare_model` puts autocast around the forward, and keeps
+    # the forward without it under this name. (`_old_forward`, which `anatomy` knows, is another
+    # thing: what a module ran before accelerate gave it a hook.)
     forward_without_autocast = causal.__dict__.pop("_original_forward", None)
     if forward_without_autocast is None:
         yield

@@ -117,7 +117,8 @@ class FusedForward:
             labels = F.pad(loss_inputs["labels"][..., 1:], (0, 1), value=options.ignore_index)
         divisor = loss_inputs["num_items_in_batch"]
         if for_trl:
-            # TRL's loss is a mean of its own: patch_trainer has refused reduction="sum".
+            # TRL's loss is a mean of its own, whatever `reduction` is. patch_trainer refuses
+            # reduction="sum"; a patch_model that is called after it does not.
             return self._outputs_for_trl(
                 hidden, labels, divisor, auxiliary, as_in_training=as_in_training
             )

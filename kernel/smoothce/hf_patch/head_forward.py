@@ -16,7 +16,7 @@ class LossAndStatistics(NamedTuple):
 
     loss: Tensor  # (), the sum over the valid tokens
     statistics: TokenStatistics  # (B, T) each, without a gradient
-    labels: Tensor  # (B, T), on the head's device
+    labels: Tensor  # (B, T), on the device of the hidden states
 
 
 class HeadForward:

@@ -46,10 +46,12 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
     whatever `reduction` is. Labels of your `ignore_index` do not count in it either.
 
     `labels` (B, T) are shifted by the model as ever, `shift_labels` are shifted already and count
-    as labels. The loss is in nats per valid token; `num_items_in_batch`, which the Hugging Face
-    Trainer passes, replaces the number of valid tokens as the mean's divisor, and 1 makes the mean
-    of evaluation a sum. Training in evaluation mode, where it would leave something out, warns
-    once.
+    as labels. (In evaluation with logits upstream's forward gets both as they are, and that of
+    transformers returns no loss for `shift_labels` without `labels`.)
+
+    The loss is in nats per valid token; `num_items_in_batch`, which the Hugging Face Trainer
+    passes, replaces the number of valid tokens as the mean's divisor, and 1 makes the mean of
+    evaluation a sum. Training in evaluation mode, where it would leave something out, warns once.
 
     The settings:
 
@@ -76,12 +78,15 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
     (`smoothce.hf_patch.verification` says how): its decoder's last hidden states go through a
     linear head to the mean cross-entropy of the next tokens, with at most a scale and a cap
     between. A mixture of experts adds its auxiliary loss as upstream does, where
-    `output_router_logits` is on. A model that cannot run when it is patched (on the meta device,
-    sharded by ZeRO-3 or FSDP2 already, or to get its weights from the first rank when accelerate
-    shards it by FSDP2) is verified on every rank when its first training batch comes; a warning
-    says so.
+    `output_router_logits` is on.
 
-    What was verified is the model as it was then. In training,
+    A model that cannot run when it is patched is verified on every rank when its first training
+    batch comes, or before that an evaluation batch whose loss is computed without logits; a warning
+    says so.
+    Such a model is, for example, on the meta device, or sharded by ZeRO-3 or FSDP2 already, or is
+    to get its weights from the first rank when accelerate shards it by FSDP2.
+
+    What was verified is the model as it was then. In training, and in evaluation without logits,
 
     - these later changes raise ValueError: of a scale or cap under a known name or the one that
       held the given number; of the model's loss function; of `config.output_router_logits`; a
@@ -147,7 +152,8 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     model_forward = ModelForward.of(causal)
     if model_forward is None:
         raise TypeError(f"{name} is not patched")
-    # The class's own forward in its slot would mean that somebody has taken ours out.
+    # Ours alone may be there. The class's own, which `_refuse_wrapped_forward` lets pass, would
+    # mean here that somebody has taken ours out.
     if runs_another_forward(causal, than=(model_forward,)):
         raise TypeError(f"{name}.forward was wrapped after patch_model; remove the wrapper first")
     # The head that was patched, though another may be in its place now, and what an adapter that

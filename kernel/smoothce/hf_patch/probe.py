@@ -241,7 +241,8 @@ def acts_on_logits(
 ) -> bool:
     """Whether a ramped run has other logits than these where the attribute holds another number.
 
-    It holds that only once the head has run, so that decoder and head run as they are meant to."""
+    The attribute gets the other number once the head has run, so that decoder and head run with its
+    own, and has its own again after the run."""
     attributes = vars(attribute.holder)
 
     def change_number() -> None:

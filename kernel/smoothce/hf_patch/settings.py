@@ -78,8 +78,8 @@ class LossSettings:
     """How a patched model computes its loss, as the caller has said it; its head's forward holds
     them."""
 
-    # Its softcap, logit_scale and return_… are never read: the map has the first two, and a call of
-    # the head's forward says what is returned.
+    # Its softcap, logit_scale and return_… are not read once these settings are made: the map has
+    # the first two, and a call of the head's forward says what is returned.
     options: Options = field(default_factory=Options)
     given_logit_map: GivenLogitMap = field(default_factory=GivenLogitMap)
     smoothing_target: Tensor | None = None  # (V,)
@@ -152,6 +152,7 @@ def loss_settings(keywords: PatchSettings, vocabulary: int) -> LossSettings:
         raise TypeError(f"patch_model has no setting {', '.join(unknown)}")
     values: dict[str, Any] = {**LossSettings().keywords(), **keywords}
     option_values = {name: values[name] for name in SETTING_OPTIONS}
+    # The names of those that the caller has given, such as ["softcap"].
     numbers_of_the_map = [name for name in GivenLogitMap._fields if values[name] is not FROM_MODEL]
     for name in numbers_of_the_map:
         option_values[name] = values[name]

@@ -81,8 +81,9 @@ def trl_output(
 
     Of log_probs TRL reads the sum alone, which must be minus the summed loss. So what is returned
     under that name are not log probabilities: to each of them an equal share of what their sum
-    lacks is added. The gradient is the summed loss's, which is made in the forward; a loss
-    per token would take one more matrix product in the backward.
+    lacks is added. The gradient is that of the summed loss, which
+    `linear_cross_entropy` makes in its forward by default. That of a loss per token it would in
+    general make in the backward, by one more matrix product.
     """
     log_probability = result.statistics.log_probability
     assert log_probability is not None  # there are labels

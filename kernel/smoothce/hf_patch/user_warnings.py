@@ -1,4 +1,7 @@
-"""Warnings that name the line of the user's program, whatever libraries it went through."""
+"""Warnings that name the line of the user's program, and not one of a library that it went through.
+
+The libraries are those of LIBRARIES. The code of any other, such as LLaMA-Factory's, counts as the
+user's program."""
 
 import sys
 import warnings

@@ -11,8 +11,8 @@ Then the following must hold, in this order:
 
 1. the plain run's decoder gives, bit for bit, what its head takes;
 2. the ramped run returns a loss, and logits of the ramp's shape;
-3. no trained parameter outside decoder and head has a part in the loss of either ramped run (they
-   have gradients, where there are such parameters);
+3. no trained parameter outside decoder and head has a part in the loss of either ramped run (a
+   ramped run is made with gradients on where there is such a parameter, and no other run is);
 4. the ramped run's logits are cap(scale · ramp), for a scale and a cap that the configuration may
    mean;
 5. its loss is the mean cross-entropy of the next tokens, beside a mixture's auxiliary loss as the
@@ -125,6 +125,8 @@ class FrozenTensor:
         if self.value is None:
             return False
         tensor = self.place.tensor()
+        # A tensor that FSDP2 has sharded since counts as another value, but once only: the model is
+        # then verified anew, and the value of a sharded tensor is not followed (`_frozen_outside`).
         is_sharded = hasattr(tensor, "placements")  # as a DTensor is
         if is_sharded or tensor.shape != self.value.shape or tensor.dtype != self.value.dtype:
             return True

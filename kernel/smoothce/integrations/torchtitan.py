@@ -27,7 +27,7 @@ from smoothce.options import Options
 class SmoothedLoss(ChunkedLossWrapper):
     """The summed loss by the number of an update's tokens, from hidden states.
 
-    Validation, which is without gradients, has the loss without smoothing."""
+    Validation, which is without gradients, has the loss without smoothing and z-loss."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
