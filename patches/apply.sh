@@ -122,6 +122,8 @@ if grep -qE "$patch_call" "$target"; then
   without_blocks <(diff "$before" "$after") "$target" > "$unpatched" || cp "$target" "$unpatched"
 fi
 runner="The runner needs no line of it changed: python -m smoothed_open_instruct $checkout …"
+# Where they clash, the checkout's own lines are shown, with "..." after each clash. After the 40th line nothing more is
+# shown.
 if ! git merge-file -p --quiet "$unpatched" "$before" "$after" > "$merged"; then
   clash=$(awk '
     /^<<<<<<< / { mine = 1; next }

@@ -20,7 +20,7 @@ UPSTREAM_REDUCTIONS = ("mean", "sum")  # those that finetune.py computes itself
 
 
 def refuse(message: object) -> NoReturn:
-    """End the process with one line and exit status 2."""
+    """End the process with this message and exit status 2."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 

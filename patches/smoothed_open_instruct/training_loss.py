@@ -103,9 +103,10 @@ class TrainingLoss:
         Reading ahead has told it so already at the first micro-batch of an epoch's last step, and
         accelerate makes an update at every micro-batch while it believes it.
         """
-        # `gradient_state.end_of_dataloader` is read from the active loader. There is one, since
-        # `_read_steps` stops at its yield, within its loop over the loader: that has not ended yet,
-        # even where its last batch is read.
+        # `gradient_state.end_of_dataloader` is read from the active loader. Accelerate forgets that
+        # when the iteration over it ends, and there would be None here. It has not ended, even
+        # where the last batch is read: `_read_steps` waits at its yield, inside its loop over the
+        # loader.
         self.accelerator.gradient_state.active_dataloader.end_of_dataloader = ends_epoch
 
 
