@@ -27,9 +27,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 class StopSignal:
     """Whether someone wants this run to save and leave: by a stop file, or by a signal.
 
-    Making one installs handlers of these signals. Until the run has made an update nothing is to be
-    saved, and a signal ends this process at once, with the exit code of a run that stopped. From
-    then on it is noted, and `on_any_rank` tells of it.
+    Making one installs handlers of these signals. Until this attempt has made an update nothing is
+    to be saved, and a signal ends this process at once, with the exit code of a run that stopped.
+    From then on it is noted, and `on_any_rank` tells of it.
     """
 
     def __init__(self, stop_file: Path) -> None:

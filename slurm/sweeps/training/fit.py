@@ -1,7 +1,7 @@
 """One run of backend trainer, from its config to model/: data, model, loss, training, saving.
 
-A run without torchrun, of one process and not sharded, goes on to score its model, where
-transformers scores and this Python can.
+A run without torchrun, of one process and not sharded, goes on to score its model, if the sweep
+scores with `score.engine: transformers` and names no other Python for it (`score.python`).
 """
 
 import gc
@@ -75,9 +75,9 @@ def fit(run: Run) -> StopSignal:
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if run.stop_file.exists():
-        # The worker deletes a stop file that was left over, before it starts this program. So this
-        # one came later. Or it was meant for another process that still held the run, for which the
-        # worker left it there. Or this program was started by hand, without a worker.
+        # It is obeyed whoever made it. A worker that starts this program has deleted one that was
+        # left over, unless another process still held the run. So it is new or meant for that
+        # process; or this program was started by hand, and nobody has deleted it.
         print_once(
             f"stop: {run.stop_file} exists, so the run saves after its first update and leaves; "
             "delete the file to train on"

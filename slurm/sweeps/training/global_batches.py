@@ -222,8 +222,10 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
 
         where accumulation is gradient_accumulation_steps. Under `mean` a block is
         per_device_train_batch_size conversations, also at the end of an epoch, where an update has
-        fewer blocks than ranks · accumulation, and so a smaller loss. A block's divisor is what the
-        table divides its losses by, over `ranks`: by that number the average over ranks divides.
+        fewer blocks than ranks · accumulation, and so a smaller loss.
+
+        A block's divisor is the table's divided by `ranks`, because the average over ranks divides
+        by `ranks` once more.
         """
         conversations = self.conversations_of(step)
         ranks_times_accumulation = self.ranks * self.train_options.gradient_accumulation_steps

@@ -139,8 +139,8 @@ class SweepTrainer(Trainer):
         # Compiled layers would be compiled once more, without gradients.
         with torch.compiler.set_stance("force_eager"):
             for inputs in self.dataset.held_out_batches():
-                # A patched model's loss is a mean here, whatever reduction `install_loss` chose.
-                # num_items_in_batch is what that mean divides by, and 1 leaves the sum.
+                # In eval mode a patched model's loss is a mean, whatever reduction `install_loss`
+                # chose. num_items_in_batch is what that mean divides by, and 1 leaves the sum.
                 outputs = model(**self._on_device(inputs), use_cache=False, num_items_in_batch=1)
                 loss_sum += outputs.loss
         total = self.accelerator.reduce(loss_sum, "sum").item()
@@ -185,8 +185,8 @@ class SweepTrainer(Trainer):
         now = time.monotonic()
         updates = step - self.logged_step
         counts = self.dataset.count_tokens(range(self.logged_step, step))
-        summed_over = updates * self.args.world_size
-        logs["loss"] *= summed_over / counts.targets
+        averaged_sums = updates * self.args.world_size  # one of each rank for each update
+        logs["loss"] *= averaged_sums / counts.targets
         seconds_per_update = max(now - self.logged_at, 1e-9) / updates
         logs["tokens_per_second"] = round(counts.tokens / updates / seconds_per_update, 1)
         if self.args.device.type == "cuda":

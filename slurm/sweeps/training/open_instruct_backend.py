@@ -189,7 +189,9 @@ def clipping_problems(train_options: OpenInstructOptions, world: World) -> list[
 
 
 def train(run: Run) -> None:
-    """Run finetune.py on this machine's processes; its Monitor writes metrics.jsonl.
+    """Run finetune.py in the run's processes, all of them on this machine.
+
+    `smoothed_open_instruct.monitor`, which the patches add to finetune.py, writes metrics.jsonl.
 
     Raises SystemExit with finetune.py's exit code if it fails, or with 128 + the number of the
     signal that ended it. Raises SystemExit(75) where it ends well without a finished model: it has

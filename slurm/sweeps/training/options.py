@@ -163,8 +163,12 @@ class TrainOptions(CommonOptions):
 
     An update is made of per_device_train_batch_size × processes × gradient_accumulation_steps
     conversations, however they are split over micro-batches and processes. How many of them a GPU
-    computes at once is decided by max_tokens where batches are packed, and by
-    per_device_train_batch_size where they are padded.
+    computes at once:
+
+        padded    per_device_train_batch_size
+        packed    as many as max_tokens holds; under `reduce_loss: mean` no more than
+                  per_device_train_batch_size, because the mean over targets is taken of each
+                  such group by itself
     """
 
     chat_template_name: Literal["tulu", "alpaca"] | None = option(
@@ -199,8 +203,9 @@ class TrainOptions(CommonOptions):
     )
     packing: bool | None = option(
         None,
-        "Whether an update's conversations lie end to end in as few rows as hold them, each "
-        "attending to itself alone; null packs on a GPU in 16 bits.",
+        "Whether an update's conversations lie end to end in few rows, each attending to itself "
+        "alone; null packs on a GPU in 16 bits. Under `reduce_loss: mean` a row has at most "
+        "per_device_train_batch_size of them.",
     )
     max_tokens: Positive = option(
         16384,

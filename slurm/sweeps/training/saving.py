@@ -18,6 +18,8 @@ ADAPTER = "default"  # peft's name of the one adapter that each layer has
 def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write model/ in the base model's precision, under another name first.
 
+    With `lora.save: adapter` it holds the adapters alone, in the precision of their training.
+
     Under a DeepSpeed config with bf16 or fp16 the weights come from DeepSpeed's 16-bit copy, so
     that a run whose base model is in fp32 gets an fp32 file of rounded weights.
 
