@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import enable_fsdp_ram_efficient_loading, str_to_bool
+from accelerate.utils import str_to_bool
 from transformers import TrainingArguments
 
 from calibeval.io import InputError
@@ -58,10 +58,6 @@ def training_arguments(
     # `make_arguments` leaves it off under FSDP2, where its warning does not apply.
     arguments.gradient_checkpointing = train_options.gradient_checkpointing
     use_one_gpu(arguments)
-    if first_rank_reads(world):
-        # This sets the variable that tells transformers how to load the model. The Trainer sets it
-        # too, but after the model is loaded.
-        enable_fsdp_ram_efficient_loading()
     if arguments.world_size != world.processes:
         raise InputError(
             f"{run.config_file}: world asks for {world.processes} processes, "
@@ -108,6 +104,8 @@ def make_arguments(
         fsdp=sharding.fsdp is not None,  # type: ignore[arg-type]  # A bool replaces the former words.
         fsdp_config=sharding.fsdp,
         ddp_find_unused_parameters=False,
+        # By `use_cpu` accelerate would leave out DeepSpeed and FSDP. Runs that are sharded without
+        # a GPU, as in tests, go without it.
         use_cpu=not gpu and not is_sharded,
         # `start_deepspeed_without_gpu` has made a state, which is used as it is.
         accelerator_config={"use_configured_state": sharding.deepspeed is not None and not gpu},
