@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from sweep_tools import wait_for
 from tokenizers.processors import TemplateProcessing
 from training_runs import own_token_cache, tiny_options, turns, write_conversations
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from calibeval.io import InputError
 from sweeps.runs.files import is_locked
@@ -432,3 +432,11 @@ def test_a_tokenizer_without_a_token_to_pad_with_is_refused(tiny, tmp_path):
     )
     with pytest.raises(InputError, match="neither a padding token nor an end-of-sequence token"):
         make_tokenizer(tiny_options(tiny, tokenizer_name=name))
+
+
+def test_a_tokenizer_that_is_not_of_the_tokenizers_library_is_refused(tiny, tmp_path):
+    """Such as one that is written in Python, which does not tell where a token's text begins."""
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    expected = f"{tmp_path}: the tokenizer is a ByT5Tokenizer, .*; set train.tokenizer_name to "
+    with pytest.raises(InputError, match=expected):
+        make_tokenizer(tiny_options(tiny, tokenizer_name=str(tmp_path)))

@@ -45,6 +45,9 @@ COLUMNS: dict[str, Any] = {
     "length": Value("int32"),
     "targets": Value("int32"),
 }
+# A template's text, with its comments, is part of the tokens' fingerprint, so that it stays as it
+# is. alpaca.jinja tells a row that has an `input` by the words "### Input:", which
+# `sweeps.runs.conversations` writes between the instruction and the input.
 TEMPLATES = Path(__file__).parent / "chat_templates"
 # Seconds of waiting for another process that tokenizes the same file: until it is told, between
 # two tellings, and until it is given up.
@@ -56,11 +59,19 @@ TOKENIZING_PATIENCE = 12 * 3600
 def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
     """The run's tokenizer, with the chat template that the options ask for.
 
-    Raises InputError where the tokenizer has several templates and none is its default, and where
-    it lacks a token that the template, padding or `add_bos` needs.
+    Raises InputError where the tokenizer is not one of the library `tokenizers`, where it has
+    several templates and none is its default, and where it lacks a token that the template, padding
+    or `add_bos` needs.
     """
     tokenizer = load_tokenizer(train_options.tokenizer_name or train_options.model_name_or_path)
     name = tokenizer.name_or_path
+    # Its text names what it does, for the cache, and it tells where each token's text begins.
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise InputError(
+            f"{name}: the tokenizer is a {type(tokenizer).__name__}, which is not of the library "
+            "tokenizers and does not tell where a token's text begins; set train.tokenizer_name to "
+            "a folder or owner/name with the same tokens and a tokenizer.json"
+        )
     templates = tokenizer.chat_template
     if isinstance(templates, dict) and train_options.chat_template_name is None:
         if "default" not in templates:
