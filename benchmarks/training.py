@@ -10,7 +10,7 @@ falls linearly from its first update. FOLDER/training.jsonl grows by a row a tri
 card, versions and commit; a trial that fails, or a library that is not installed, is a row with its
 reason. The table comes last. What an earlier call left of a trial in FOLDER is deleted when the
 trial begins, its caches and its profile too; model and tokenizer stay while they are made of the
-same data, shape and template.
+same shape, template and conversations, of which --steps and --conversations change the number.
 
 Not the same: the sweeps' trainer packs an update into rows without padding. The others have
 micro-batches of 16 conversations (of 8 with llama-8b), which nothing tunes to the memory that is
@@ -76,6 +76,7 @@ CONVERSATIONS = 64  # of an update
 IGNORED = -100  # the label of a token that no loss is taken of
 WARM_UP = 3  # updates that are not timed: kernels are compiled and chosen in them
 CLIP_GRADIENT_NORM = 1.0
+KILL_PATIENCE = 60.0  # seconds until a process that does not die of KILL is left behind
 # The packages whose versions stand in a row, where they are installed.
 VERSIONS = (
     "torch",
@@ -360,7 +361,8 @@ def model_folder(model_name: str, arguments: argparse.Namespace) -> Path:
 def prepare(model_name: str, arguments: argparse.Namespace) -> None:
     """Write the model's random weights in bf16, and a tokenizer trained on the data.
 
-    What an earlier call has written stays, if it was made of the same data, model and template.
+    What an earlier call has written stays, if it was made of as many conversations of the same
+    data, and of the same model and template.
     """
     folder = model_folder(model_name, arguments)
     recipe_file = folder / "made_of.json"  # written last, so that what is cut short is made anew
@@ -502,7 +504,7 @@ def trial_environment(cache: Path) -> dict[str, str]:
 def run_to_the_end(
     command: list[str], environment: dict[str, str], log: Path, limit: float
 ) -> int | None:
-    """The command's exit code, or None where it took longer. None of its processes outlives it.
+    """The command's exit code, or None where it took longer. Its processes are killed with it.
 
     A trainer starts others, a launcher its ranks, which would hold the GPU under the next trial.
     """
@@ -516,17 +518,22 @@ def run_to_the_end(
         return None
     finally:
         kill_processes(environment["BENCHMARK_BEGAN"])
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_PATIENCE)
 
 
-def kill_processes(began: str) -> None:
+def kill_processes(began: str, patience: float = KILL_PATIENCE) -> None:
     """Kill all processes of the trial that began then, also those that are started meanwhile.
 
     They are told by their environment: torchrun gives each rank a session of its own, so that
     ranks are in no process group with it, and have no parent once it has ended.
+
+    A process that hangs in the GPU's driver does not die of any signal. What is still there after
+    `patience` seconds is named on stderr and left behind.
     """
     import psutil
 
+    give_up_at = time.monotonic() + patience
     while True:
         killed = []
         for process in psutil.process_iter():
@@ -536,7 +543,15 @@ def kill_processes(began: str) -> None:
                     killed.append(process)
         if not killed:
             return
-        psutil.wait_procs(killed, timeout=10)
+        if time.monotonic() > give_up_at:
+            for process in killed:
+                print(
+                    f"process {process.pid} is still there {patience:.0f} s after it was killed, "
+                    "and may hold the GPU under the next trials",
+                    file=sys.stderr,
+                )
+            return
+        psutil.wait_procs(killed, timeout=min(10, patience))
 
 
 def importable(package: str) -> bool:

@@ -4,11 +4,13 @@ import dataclasses
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "training.py"
@@ -69,6 +71,22 @@ def test_a_trial_that_takes_too_long_leaves_no_process(
     finally:
         if is_running(pid):
             os.kill(pid, 9)
+
+
+def test_a_process_that_cannot_be_killed_does_not_hold_up_the_benchmark(
+    training, monkeypatch, capsys
+):
+    """Such as one that hangs in the GPU's driver: it stays, whatever signal it gets."""
+    monkeypatch.setattr(psutil.Process, "kill", lambda process: None)
+    process = subprocess.Popen(["sleep", "30"], env={"BENCHMARK_BEGAN": "12.5"})
+    began = time.monotonic()
+    try:
+        training.kill_processes("12.5", patience=0.3)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert time.monotonic() - began < 10
+    assert f"process {process.pid} is still there" in capsys.readouterr().err
 
 
 def parsed(training, monkeypatch, alpaca, out, *words):
