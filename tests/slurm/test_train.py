@@ -44,7 +44,7 @@ from sweeps.training.attention import use_packed_attention
 from sweeps.training.callbacks import StopSignal
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset
-from sweeps.training.hf_arguments import first_rank_reads, use_one_gpu
+from sweeps.training.hf_arguments import adapted_fsdp_config, first_rank_reads, use_one_gpu
 from sweeps.training.model_loading import add_adapters, prepare_model
 from sweeps.training.options import LoraOptions, TrainOptions
 from sweeps.training.saving import in_precision, merge_adapters
@@ -650,6 +650,8 @@ def test_a_setting_of_an_fsdp_file_that_means_nothing_is_named(tmp_path, key, se
     problem = f"fsdp.json: {key.removeprefix('fsdp_')}: found {setting}, expected"
     with pytest.raises(InputError, match=problem):
         first_rank_reads(World(fsdp=str(file)))
+    with pytest.raises(InputError, match=problem):  # before TrainingArguments read the setting
+        adapted_fsdp_config(World(fsdp=str(file)))
 
 
 def test_only_compiling_needs_a_model_whose_layers_are_known(sweep_file):

@@ -41,7 +41,8 @@ def training_arguments(
     """The arguments of the Trainer. Making them joins this process to the other ranks.
 
     They must be made before the model, because ZeRO-3 splits weights while they are loaded.
-    Raises InputError where another number of processes runs than the sweep file asks for.
+    Raises InputError where another number of processes runs than the sweep file asks for, and for
+    an FSDP file with a setting that means nothing.
     """
     deepspeed = world.read("deepspeed")
     clip_grad_norm = gradient_norm_limit(train_options, deepspeed)
@@ -159,7 +160,8 @@ def adapted_fsdp_config(world: World) -> dict[str, Any] | None:
     FSDP2 it is on unless the file says otherwise; FSDP1 is left as the file has it. transformers
     takes each key with `fsdp_` before it too.
 
-    Raises InputError for another version than 1 or 2.
+    Raises InputError for another version than 1 or 2, and for a `cpu_ram_efficient_loading` that is
+    no word for true or false.
     """
     fsdp = world.read("fsdp")
     if fsdp is None:
@@ -171,24 +173,24 @@ def adapted_fsdp_config(world: World) -> dict[str, Any] | None:
     adapted["version"] = int(version)
     if adapted["version"] == 2:
         adapted.setdefault("cpu_ram_efficient_loading", True)
+    if "cpu_ram_efficient_loading" in adapted:
+        setting = adapted["cpu_ram_efficient_loading"]
+        try:
+            # These are the words that transformers takes.
+            adapted["cpu_ram_efficient_loading"] = bool(str_to_bool(str(setting)))
+        except ValueError:
+            raise InputError(
+                f"{world.fsdp}: cpu_ram_efficient_loading: found {setting}, expected true or false"
+            ) from None
     return adapted
 
 
 def first_rank_reads(world: World) -> bool:
-    """Whether the first rank alone reads the model, and sends each rank its part under FSDP2.
-
-    Raises InputError for a setting that is no word for true or false.
-    """
+    """Whether the first rank alone reads the model, and sends each rank its part under FSDP2."""
     adapted = adapted_fsdp_config(world)
     if adapted is None or adapted["version"] != 2:
         return False
-    setting = adapted["cpu_ram_efficient_loading"]
-    try:
-        return bool(str_to_bool(str(setting)))  # These are the words that transformers takes.
-    except ValueError:
-        raise InputError(
-            f"{world.fsdp}: cpu_ram_efficient_loading: found {setting}, expected true or false"
-        ) from None
+    return adapted["cpu_ram_efficient_loading"]
 
 
 def adapted_deepspeed_config(deepspeed: dict[str, Any], clip_grad_norm: float) -> dict[str, Any]:
