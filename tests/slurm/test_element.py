@@ -90,6 +90,15 @@ def test_an_element_that_slurm_has_requeued_by_itself_does_not_requeue(element, 
     assert re.search(r"saved at step \d+; Slurm has requeued this job by itself", printed), printed
 
 
+def test_an_element_whose_job_is_cancelled_does_not_say_that_it_was_requeued(element, tmp_path):
+    process, calls = element
+    (tmp_path / "job").write_text("JobState=CANCELLED Restarts=0\n")
+    process.send_signal(signal.SIGUSR2)
+    printed, _ = process.communicate(timeout=120)
+    assert "requeue" not in Path(calls).read_text() and "has requeued" not in printed
+    assert re.search(r"saved at step \d+; this job was cancelled", printed), printed
+
+
 def test_an_element_whose_node_is_given_up_saves_and_leaves(element, tmp_path):
     process, _ = element
     (tmp_path / "job").write_text("JobState=PENDING Restarts=0\n")

@@ -128,12 +128,13 @@ def take_over(run: Run, asked_to_stop: Callable[[], bool]) -> None:
 
 
 def come_back(run: Run) -> None:
-    """See to it that Slurm starts this job again, and say so."""
+    """See to it that Slurm starts this job again, unless it was cancelled; say what comes next."""
     reached = "what is scored" if run.trained else f"at step {run.last_saved_step()}"
     end = time.monotonic() + REQUEUE_TIME
     while time.monotonic() < end:
-        if has_gone_on():
-            print(f"{run.name}: saved {reached}; Slurm has requeued this job by itself", flush=True)
+        decision = decision_of_slurm()
+        if decision is not None:
+            print(f"{run.name}: saved {reached}; {decision}", flush=True)
             return
         if requeue():
             print(f"{run.name}: saved {reached}; Slurm starts it again", flush=True)
@@ -148,13 +149,17 @@ def restart_count() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
-def has_gone_on() -> bool:
-    """Whether Slurm has requeued, started again or cancelled this job without this process."""
+def decision_of_slurm() -> str | None:
+    """What has become of this job without this process, in words; None while it simply runs on."""
     label = job_label()
     assert label is not None  # an element runs in a job
     known = describe_job(label)
-    is_over_here = known.get("JobState") in ("PENDING", "CANCELLED")
-    return is_over_here or int(known.get("Restarts", "0")) > restart_count()
+    if known.get("JobState") == "CANCELLED":
+        return "this job was cancelled and does not start again"
+    was_started_again = int(known.get("Restarts", "0")) > restart_count()
+    if known.get("JobState") == "PENDING" or was_started_again:
+        return "Slurm has requeued this job by itself"
+    return None
 
 
 def requeue() -> bool:
