@@ -294,9 +294,22 @@ def test_the_beginning_of_an_option_is_refused_with_all_that_it_may_mean(tmp_pat
     assert "--export (" in both and " or --export-file (" in both
 
 
+@pytest.mark.parametrize("option", ["--tim=1", "--ti=soon"])
+def test_the_beginning_of_time_is_refused_as_it_would_escape_the_checks(tmp_path, option):
+    words = profile_refusal(tmp_path / "extra.yaml", f"extra: ['{option}']")
+    assert f"extra.0: found '{option}': write --time out" in words
+
+
 @pytest.mark.parametrize(
     "option",
-    ["--exclusive", "--mail-type=FAIL", "--mem-per-cpu=2G", "--nodelist=n1", "--ntasks-per-core=1"],
+    [
+        "--exclusive",
+        "--mail-type=FAIL",
+        "--mem-per-cpu=2G",
+        "--nodelist=n1",
+        "--ntasks-per-core=1",
+        "--time-min=1",
+    ],
 )
 def test_other_extra_options_are_taken(tmp_path, option):
     file = tmp_path / "mine.yaml"

@@ -92,7 +92,10 @@ RESERVED_OPTIONS = {
 
 
 def _check_extra(text: str) -> str:
-    """Refuse a reserved option, also by its beginning alone: sbatch takes that too."""
+    """Refuse a reserved option, or its beginning alone: sbatch may take that too.
+
+    --time is allowed, but only written out, as its value has to be checked.
+    """
     name = text.removeprefix("--").partition("=")[0]
     if name in RESERVED_OPTIONS:
         raise PydanticCustomError(
@@ -112,6 +115,11 @@ def _check_extra(text: str) -> str:
             "beginning",
             "write the option out; sbatch may read it as one that is not for profiles: {meant}",
             {"meant": " or ".join(meant)},
+        )
+    if "time".startswith(name) and name != "time":
+        raise PydanticCustomError(
+            "beginning",
+            "write --time out; it replaces time and score_time, and is checked as they are",
         )
     return text
 
