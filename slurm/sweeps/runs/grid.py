@@ -67,10 +67,10 @@ class SweepPlan:
     def _reopen(self, run: Run) -> None:
         """Remove DONE where it no longer holds, because this launch asks more of the run.
 
-        What is worked on, `next_stage` decides without it.
-
-        One whose model was deleted stays done, as nothing can be added to it: a launch that asks
-        for more of it is refused by `launch.preflight`, before it comes here.
+        The next stage of a run that has its model/, or is a baseline, does not depend on DONE: the
+        file is removed only because it is no longer true. A run whose model was deleted
+        (`keep: scores`) keeps DONE, by which alone it counts as trained. Nothing more can be scored
+        for it, so `launch.preflight` refuses a launch that asks for that, before it comes here.
         """
         can_be_scored = run.model.is_dir() or run.config().is_baseline
         if run.done and can_be_scored and next_stage(run) is not None:

@@ -13,11 +13,11 @@ metrics.jsonl     the trainer's progress
 checkpoints/      gone once the run is done
 model/            the final model, which appears whole
 scores/           <task>.jsonl, records by calibeval
-DONE              made once all is there that was asked for, after checkpoints/ was deleted, as far
-                  as the file system let us; only the
-                  model/ that `keep: scores` deletes goes after it. Removed by a launch that asks
-                  for more. Nobody decides by it what is to be done, `stages.next_stage` looks at
-                  the model and the records; but a run that has it counts as trained without model/
+DONE              made once all is there that was asked for, and removed by a launch that asks for
+                  more. Before it is made, checkpoints/ is deleted (a file system may leave some);
+                  after that, model/ is deleted where `keep: scores` asks for it. What is to be
+                  done next, `stages.next_stage` reads from model/ and the records; only of a run
+                  without model/ does DONE say that it was trained
 """
 
 import contextlib
@@ -265,7 +265,7 @@ class Run:
         """How many attempts in a row at this stage brought the run no further.
 
         Counted backwards, to the last launch, the last attempt at another stage, or the last
-        attempt that began with less progress.
+        attempt that did not begin where the run is now.
         """
         progress = self.progress()
         count = 0
