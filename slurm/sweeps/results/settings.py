@@ -9,6 +9,10 @@ from sweeps.runs.stages import TRAIN
 # The settings of each run that index.jsonl has, and so every table over scores. Runs that differ in
 # another one are told apart by a column of its own: see `varied_settings`. (runs.csv has the values
 # of `grid:` and the seed.)
+# This list does not make index.jsonl: `collect._labels` writes each of these settings there, under
+# the name that calibeval's tables have for it. A key that is added here has to be added there, or
+# no table over scores tells runs apart by it. In best_learning_rates.csv it has its own name, or
+# that of `selection.COLUMN_NAMES`.
 SHOWN = (
     "train_file",
     "model_name_or_path",

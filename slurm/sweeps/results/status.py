@@ -83,9 +83,14 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
     collect_job = None
 
     def tells_more(element: LiveElement) -> tuple[bool, bool]:
-        """Of the elements of one run the highest counts: one that runs, else the next stage's."""
+        """A key to sort the elements of one run by: the last one is the one to show.
+
+        That is an element that runs; if none does, the one that is to do the run's next stage.
+        """
+        is_running = element.state == "RUNNING"
         only_scoring_is_left = stage_of.get(str(element.run)) == stages.SCORE
-        return element.state == "RUNNING", element.only_scores == only_scoring_is_left
+        does_next_stage = element.only_scores == only_scoring_is_left
+        return is_running, does_next_stage
 
     # In ascending order, so that of each run the element that tells most overwrites the others.
     for element in sorted(elements_in_queue, key=tells_more):

@@ -107,7 +107,7 @@ class LiveElement:
     reason: str
     run: str | None  # the name of the run that it works on; None: it collects
     tag: str = ""  # the name of its folder below `jobs`
-    only_scores: bool = False  # whether its array leaves the training to another
+    only_scores: bool = False  # whether its array scores and does not train: `JobKind.SCORE`
 
     @property
     def stopping(self) -> bool:
@@ -125,7 +125,7 @@ class SubmittedElement:
 
     label: str | None  # as squeue prints it: 12_3
     log: Path | None  # what it prints, once it begins
-    only_scores: bool = False  # whether its array leaves the training to another
+    only_scores: bool = False  # whether its array scores and does not train: `JobKind.SCORE`
 
     @property
     def was_taken(self) -> bool:
