@@ -293,7 +293,7 @@ def _keys(parsed: argparse.Namespace) -> None:
 
 
 def _train(parsed: argparse.Namespace) -> None:
-    """Train a run; score one of a single node that is trained already.
+    """Train a run; or score it, if it is trained already and trains on a single node.
 
     This process may have waited for another one that held the run's lock. If that one has trained
     the run meanwhile and has not scored it, this one scores it.

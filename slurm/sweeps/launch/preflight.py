@@ -262,7 +262,11 @@ def _files_of_world(plan: SweepPlan) -> Iterator[str]:
 
 
 def _runs_by_files(plan: SweepPlan) -> list[list[Run]]:
-    """The runs to train, in groups that need the same files: their options are the same texts."""
+    """The runs to train, in groups that read the same files, so that each is looked at once.
+
+    Any option that is a text may be a path. So runs that are alike in all of these are one group,
+    whatever their numbers: those that differ in the seed alone, for example.
+    """
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in plan.runs:
         if not run.trained:

@@ -195,7 +195,9 @@ def _additional_parameters(
     """
     # The list replaces sbatch's default, ALL: the submitting shell's tokens must not travel.
     options: dict[str, Any] = {"export": ",".join(exported(sweep, cluster)), "requeue": True}
-    if _nodes(sweep, job) > 1:  # by itself Slurm warns what a job has started, and not the job
+    if _nodes(sweep, job) > 1:
+        # With B:, Slurm signals the batch script, which is the element here: see `parameters`.
+        # Without it, only what a job has started by srun would get the signal.
         options["signal"] = f"B:USR2@{cluster.signal_seconds}"
     options.update(cluster.extra_options())
     if job.trained_by is not None:
@@ -244,7 +246,7 @@ def setup(cluster: Cluster, code_folder: Path) -> list[str]:
         f"cd {shlex.quote(os.getcwd())} || exit 1",
     ]
     if not cluster.cache:
-        # Before all that may set them for good: a login that is read here, modules, setup lines.
+        # These come first, so that /etc/profile, modules and setup lines can still override them.
         for name, value in job_variables().items():
             if name not in cluster.pass_environment:
                 lines.append(f"export {name}={shlex.quote(value)}")

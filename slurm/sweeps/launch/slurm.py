@@ -291,7 +291,7 @@ def _settled_queue(plan: SweepPlan, patience: float) -> list[LiveElement]:
 
 
 def _note_ids(jobs_folder: Path, live: list[LiveElement]) -> None:
-    """Write the `id` of live arrays whose launch did not live to write it."""
+    """Write the `id` of live arrays and collect jobs whose launch did not live to write it."""
     for element in live:
         file = jobs_folder / element.tag / "id"
         if not file.exists():

@@ -30,8 +30,8 @@ POLL = 0.2  # seconds between looks at a program that runs
 # Exit codes by which a program between this process and the killed one, such as a shell or
 # `open_instruct_backend.train`, reports the kill. Of its own program it sees the negative signal.
 KILL_CODES_OF_WRAPPERS = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
-# The exit code of a program of ours that ends with an InputError: it refuses to begin, or has met
-# what only its user can put right, such as a loss that is infinite or a disk that is full.
+# The exit code of a program of ours that refuses to begin, or has met what only its user can put
+# right, such as a loss that is infinite or a disk that is full: see `calibeval.io.finish`.
 BAD_INPUT = 2
 # A program's error is looked for in the last lines of its output on one node: in so many lines, and
 # so many bytes.

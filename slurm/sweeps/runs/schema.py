@@ -63,7 +63,11 @@ def limit_seconds(time: str) -> float:
 # The loss without smoothing of conversations that are never trained on: as a column of metrics, and
 # as a value of `select_on`. (The key `held_out` of `train:` says how many conversations these are.)
 HELD_OUT_LOSS = "held_out_loss"
-ADDED_LATER = "added_later"  # the mark of such an option in a field's JSON schema
+
+# Stands in a field's JSON schema if the key was added when there were already runs without it: see
+# `compatible_values`.
+ADDED_LATER = "added_later"
+
 Keep = Literal["all", "scores"]  # what is kept of a run once it is done
 
 

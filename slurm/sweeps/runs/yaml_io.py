@@ -225,7 +225,7 @@ def _describe(
             message = match["rest"]
     else:
         message = f"found {problem['input']!r}: {message.replace('tuple', 'list')}"
-    # Only now: of a problem of the whole model, the message has named the key.
+    # Not earlier: where the whole model is refused, the first key comes from the message.
     if parts and section(parts[0]):
         parts.insert(0, section(parts[0]))
     return ".".join(parts), message
