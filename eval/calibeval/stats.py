@@ -9,8 +9,8 @@ a difference. An interval is given only where simulation has shown that it cover
 Where a test or a correction goes:
 
 - A test of a difference: `estimate_sum`, where `p_no_difference` is the larger p of the interval
-  and of the sign test. The interval must hold 0 wherever p is not below `evaluations.SIGNIFICANCE`,
-  as it is widened there; tests/eval/test_stats.py compares the two.
+  and, where there is one, of the sign test. The interval must hold 0 wherever p is not below
+  `evaluations.SIGNIFICANCE`, as it is widened there; tests/eval/test_stats.py compares the two.
 - A test of calibration: `evaluations.floor_tests`, which simulates calibrated answers. What it
   returns is kept with the evaluation (`evaluations.FloorTest`), so `_to_json` and `_from_json`
   there must write and read a further field.
@@ -286,8 +286,8 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
     seeds are paired in their order; sides with unequal numbers of seeds have no pairs and are
     summed without (`are_paired` tells). Draws that do not vary say nothing of other questions,
     unless the sum is 0 for every seed: sides that agree in every resample agree on any questions.
-    Where the sides differ in few questions or subjects, p is at least that of a sign test
-    (`sign_test_p`), and the interval holds 0 where that is not below 0.05.
+    Where the sides differ in few questions or subjects, all in one direction, p is at least that of
+    a sign test (`sign_test_p`), and the interval holds 0 where that is not below 0.05.
     """
     if paired and are_paired(sides):
         sides = (_in_pairs(sides),)
@@ -303,13 +303,15 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
         return Estimate(value)
     # p follows from the interval and not from the draws, so that the two never disagree.
     half_width = value - low if value > 0 else high - value
-    student_p = two_sided_p(value, half_width, degrees_of_freedom(sides))
+    p_no_difference = two_sided_p(value, half_width, degrees_of_freedom(sides))
     is_mean = all(side.is_mean for side in sides)
     sign_p = sign_test_p(value, _summed(sides), _summed_units(sides), is_mean)
-    if sign_p >= SIGNIFICANCE:
-        low = min(low, 0.0)
-        high = max(high, 0.0)
-    return Estimate(value, low, high, p_no_difference=max(student_p, sign_p))
+    if sign_p is not None:
+        p_no_difference = max(p_no_difference, sign_p)
+        if sign_p >= SIGNIFICANCE:
+            low = min(low, 0.0)
+            high = max(high, 0.0)
+    return Estimate(value, low, high, p_no_difference=p_no_difference)
 
 
 def are_paired(sides: Sequence[Side]) -> bool:
@@ -322,35 +324,46 @@ def sign_test_p(
     summed_draws: np.ndarray,
     summed_units: np.ndarray | None = None,
     is_mean: bool = False,
-) -> float:
-    """Return the least that p may be by a sign test; 0 where the test bounds nothing.
+) -> float | None:
+    """Return the p-value of the sign test of a difference; None where there is no such test.
 
-    A unit is what is resampled, a question or a subject. k units that differ, all with one sign,
-    have p = 2 · ½^k (McNemar's exact test of answers that changed), which is below 0.05 from k = 6
-    on. In this order:
+    A unit is what is resampled, a question or a subject. If k units differ, all in one direction,
+    p = 2 · ½^k (McNemar's exact test of answers that changed): 0.0625 of five units, 0.031 of six.
+    If none differs, p is 1.
 
-    1. Signs of both kinds: 0. The signs are the units' own where these are kept and the metric is a
-       mean, else those of the draws.
-    2. All draws are 0: 1.
-    3. The units' own values are kept: k is the number of units that differ in any of the M metrics.
-    4. They are not, since there are many units: `_units_by_draws` estimates k.
+    There is no such test where units differ in both directions, nor where so many of them differ
+    that their number is not known. The interval alone decides then.
 
     Args:
         value: The sum of the sides as they are.
         summed_draws: Those of R resamples, (R,).
-        summed_units: Those of each of U units by itself, in M metrics, (M, U).
+        summed_units: Those of each of U units by itself, in M metrics, (M, U); None where there are
+            too many units to keep.
         is_mean: Whether the metric is a mean over the questions; then M is 1, the metric itself.
     """
-    signed = summed_units if is_mean and summed_units is not None else summed_draws
-    if signed.min() < -ROUNDING and signed.max() > ROUNDING:
-        return 0.0
-    if not _differs(summed_draws).any():
-        return 1.0
-    if summed_units is not None:
-        units: float = _differs(summed_units).any(0).sum()
+    if is_mean and summed_units is not None:
+        in_both_directions = _have_both_signs(summed_units)
     else:
-        units = _units_by_draws(value, summed_draws)
-    return min(1.0, 2 * 0.5 ** float(units))
+        # Of a rank or an error over bins no unit has a sign of its own: these compare units with
+        # each other. There, and where units are not kept, the sums over resamples tell.
+        in_both_directions = _have_both_signs(summed_draws)
+    if in_both_directions:
+        return None
+    if not _differs(summed_draws).any():
+        differing_units: float | None = 0
+    elif summed_units is not None:
+        # The units that differ in any of the M metrics.
+        differing_units = int(_differs(summed_units).any(0).sum())
+    else:
+        differing_units = _units_by_draws(value, summed_draws)
+    if differing_units is None:
+        return None
+    return min(1.0, 2 * 0.5**differing_units)
+
+
+def _have_both_signs(sums: np.ndarray) -> bool:
+    """Whether some sums are above 0 and others below it, by more than rounding."""
+    return bool(sums.min() < -ROUNDING and sums.max() > ROUNDING)
 
 
 def _differs(sums: np.ndarray) -> np.ndarray:
@@ -358,14 +371,14 @@ def _differs(sums: np.ndarray) -> np.ndarray:
     return np.abs(sums) > ROUNDING
 
 
-def _units_by_draws(value: float, summed_draws: np.ndarray) -> float:
-    """Estimate how many of many units differ, from resamples; infinity where none of these is 0.
+def _units_by_draws(value: float, summed_draws: np.ndarray) -> float | None:
+    """Estimate how many of many units differ, from resamples; None where none of these is 0.
 
     It is the smaller of two estimates of this number k:
 
     By the share of the resamples that are 0: a share exp(−k) holds none of k units of many. With
     k ≤ 3 that is more than 2.5 %, so the interval's end is 0 but for the error of the resamples'
-    mean. Where no resample is 0, k is too large to bound p, and is not estimated.
+    mean. Where no resample is 0, k is large, and how large is not known.
 
     By the variance: a unit that differs by x is drawn as often as a Poisson number says, so the
     sum's variance is Σ x², and (Σ x)² / Σ x² is k where all differ by as much, as answers that are
@@ -373,7 +386,7 @@ def _units_by_draws(value: float, summed_draws: np.ndarray) -> float:
     """
     zero_share = float((~_differs(summed_draws)).mean())
     if zero_share == 0:
-        return math.inf
+        return None
     by_share = -math.log(zero_share)
     by_variance = value**2 / float(summed_draws.var())
     return min(by_share, by_variance)

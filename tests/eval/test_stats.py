@@ -500,7 +500,28 @@ def test_subjects_that_change_in_both_directions_are_told_by_the_interval(by_sub
     a, b = (evaluations.load(path, cluster="subject") for path in by_subject)
     own = b.unit_values["choices"]["nll"] - a.unit_values["choices"]["nll"]
     assert own.min() < 0 < own.max()
-    assert stats.sign_test_p(own.mean(), np.full(9, own.mean()), own[None], is_mean=True) == 0
+    assert stats.sign_test_p(own.mean(), np.full(9, own.mean()), own[None], is_mean=True) is None
+
+
+def test_the_sign_test_counts_units_that_differ_in_one_direction():
+    draws = np.array([0.1, 0.2, 0.3])
+    five_units = np.array([[1.0] * 5 + [0.0] * 5])
+    six_units = np.array([[1.0] * 6 + [0.0] * 4])
+    assert stats.sign_test_p(0.2, draws, five_units, is_mean=True) == 2 * 0.5**5
+    assert stats.sign_test_p(0.2, draws, six_units, is_mean=True) == 2 * 0.5**6
+    assert stats.sign_test_p(0.0, np.zeros(3), six_units) == 1  # none differs in this metric
+
+
+def test_the_sign_test_of_a_rank_has_the_directions_of_the_resamples():
+    units_of_both_signs = np.array([[1.0, -1.0, 0.0], [0.0, 0.0, 1.0]])
+    one_direction = np.array([0.0, 0.2, 0.3])
+    assert stats.sign_test_p(0.2, one_direction, units_of_both_signs) == 2 * 0.5**3
+    assert stats.sign_test_p(0.2, one_direction - 0.1, units_of_both_signs) is None
+
+
+def test_there_is_no_sign_test_of_units_whose_number_is_not_known():
+    """Many units are not kept, and no resample of them is 0: p was said to be 0."""
+    assert stats.sign_test_p(0.2, np.array([0.1, 0.2, 0.3]), is_mean=True) is None
 
 
 def test_one_changed_answer_is_no_difference_of_two_files(tmp_path):
