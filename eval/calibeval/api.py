@@ -59,6 +59,7 @@ def summarize(
     """
     evaluation = evaluation_of(records, cluster)
     estimates: dict[str, dict[str, Estimate]] = {}
+    # `among` is a definition of confidence: "choices" or "vocabulary".
     for among in evaluation.confidences:
         estimates[among] = {
             metric: stats.estimate([evaluation], metric, among) for metric in METRICS

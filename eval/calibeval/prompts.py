@@ -73,7 +73,11 @@ class ScoringMode(ABC):
     default_shots: ClassVar[int]
     """Few-shot examples of a task that does not say how many."""
     counts_unread_token: ClassVar[bool]
-    """Whether a choice's last token, which is never read, counts in `length_after_context`."""
+    """Whether a choice's last token counts in `length_after_context`.
+
+    No model reads it, so it need not. Of texts it has always counted, and to leave it out now would
+    change the prompts of old records.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):
         self.tokenizer = tokenizer
@@ -341,7 +345,10 @@ def appends_end_token(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 @dataclass(frozen=True)
 class Letters:
-    """The letters' token ids after a context whose last `replaced` tokens are in them."""
+    """The letters' token ids after a context that has lost its last `replaced` tokens.
+
+    What these said is the beginning of every branch.
+    """
 
     branches: Branches
     replaced: int = 0
@@ -358,8 +365,9 @@ def find_letters(
 
     They are found in the tokenized context and letter: many tokenizers give " A" another id in
     text than alone, and some split it (SentencePiece without a piece "▁A": "▁", "A"). Where a
-    chat's template ends in a space or newline that becomes one token with the letter, the letters
-    begin there, and so does their probability.
+    chat's template ends in a space or newline that becomes one token with the letter, the context
+    is cut before that space, by `replaced` tokens, and each branch begins with it: the probability
+    is of space and letter together.
     """
     context, *whole = encode(
         tokenizer, [text, *(text + letter for letter in letters)], adds_start_token

@@ -187,8 +187,8 @@ class DataSource(_TemplatesInside):
     """The hub's names of splits that are called otherwise in the files."""
 
     @property
-    def has_file_a_subject(self) -> bool:
-        """Whether a split is a file for each subject, which names it."""
+    def has_file_per_subject(self) -> bool:
+        """Whether a split has one file for each subject, named by the subject."""
         return "subject" in self.files.variables
 
     @property

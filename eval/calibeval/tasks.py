@@ -80,7 +80,8 @@ def _not_shown(subject: Subject, task: Task) -> list[Question]:
     """The subject's questions that are not among its examples.
 
     A file of examples may hold a question under another id, since one without an id is named by its
-    row. Of a task's own splits the id counts as well: what its authors ask twice is asked.
+    row. Of a task's own splits only a question with the same id is left out: one that its authors
+    put into both splits, under two ids, is asked.
     """
     if not task.examples:
         return [question for question in subject.questions if question not in subject.examples]
@@ -126,6 +127,7 @@ class _Reader:
         self._refuse_ids_twice(asked)
         questions = _by_subject(asked)
         examples: list[Question] = []
+        # A file that is given is checked even if no example of it is shown.
         if self.task.shots or self.task.examples:
             examples = self._examples()
         for name in sorted(questions):
@@ -144,7 +146,7 @@ class _Reader:
         source = self.task_file.data
         if task.split and Path(task.data).is_file():
             raise InputError(f"{task.data}: is one file, so --split {task.split} chooses nothing")
-        if task.examples and source.has_file_a_subject:
+        if task.examples and source.has_file_per_subject:
             split = self.task_file.examples.split
             raise InputError(f"--examples {task.examples}: {task.task}'s are its {split} split's")
         if task.scoring == "letters" and not self.task_file.letters:
@@ -212,16 +214,16 @@ class _Reader:
         if data.startswith(HUB):
             return self._questions(data, split)
         path = Path(data)
-        if self.task_file.examples.else_first_asked and self._surely_lacks(path, split):
+        if self.task_file.examples.else_first_asked and self._is_known_to_lack(path, split):
             return self._asked_questions()  # `_not_shown` then leaves out those that are shown
         if path.is_dir():
             return self._questions(data, split)
         return self._file_questions(self._file_beside(path, split))
 
-    def _surely_lacks(self, data: Path, split: str) -> bool:
-        """Whether there is no such split in a folder, or beside a file.
+    def _is_known_to_lack(self, data: Path, split: str) -> bool:
+        """Whether a folder, or the folder that a file lies in, is known to have no such split.
 
-        A copy of a data set of the hub may have any: only `datasets` knows which.
+        A folder that is a copy of a data set of the hub never is: only `datasets` knows its splits.
         """
         if data.is_dir():
             return not (data / self._file_name(split)).is_file() and not _is_hub_folder(data)
@@ -230,8 +232,9 @@ class _Reader:
     def _file_beside(self, asked_file: Path, split: str) -> Path:
         """The file of a split, of the same data as the one file that is asked.
 
-        That file may have any name. It lies in the folders already that `data.files` names, such as
-        a language's, and the split's file in the same ones, or in others named by the split.
+        That file may have any name. With data.files "{{ language }}/{{ split }}.jsonl" the dev file
+        of DATA/de/any.jsonl is DATA/de/dev.jsonl; with "{{ split }}/all.jsonl" that of
+        DATA/test/any.jsonl is DATA/dev/all.jsonl.
         """
         name = Path(self._file_name(split))
         asked_name = Path(self._file_name(self.task_file.split))
@@ -261,7 +264,7 @@ class _Reader:
         if data.startswith(HUB):
             return self._hub_questions(data.removeprefix(HUB), split)
         path = Path(data)
-        if self.task_file.data.has_file_a_subject:
+        if self.task_file.data.has_file_per_subject:
             return self._folder_questions(path, split)
         if path.is_dir():
             file = path / self._file_name(split)
@@ -275,7 +278,7 @@ class _Reader:
         return questions_from_rows(self._file_rows(path), path, self.task_file.row, self.task.task)
 
     def _folder_questions(self, folder: Path, split: str) -> list[Question]:
-        """The questions of a split that is a file a subject, which names the subject."""
+        """The questions of a split that has one file for each subject, named by the subject."""
         file_name = self._file_name(split)
         pattern = folder / file_name
         if ANY_SUBJECT in str(Path(file_name).parent):
