@@ -34,8 +34,9 @@ def same_questions(evaluations: Sequence[Evaluation]) -> None:
                 "resampled alike; give each id the same `subject` in both, or leave out "
                 "--cluster subject"
             )
-        # Asked after the subjects. Of two files with other subjects one may have too few of them,
-        # and `index.read` resamples that by question; then the subjects are what is to be told.
+        # The cluster comes last. A file with too few subjects is resampled by question
+        # (`index.read`), so the clusters may differ only because the subjects do, and the message
+        # about subjects is the one to give.
         if other.cluster != first.cluster:
             raise InputError(
                 f"{first.path} and {other.path}: resampled by {first.cluster or 'question'} and "

@@ -244,7 +244,12 @@ def _short_names(files: list[IndexedFile]) -> dict[str, str]:
 
 
 def _add(evaluation: Evaluation, file: IndexedFile, row: TableRow) -> None:
-    """Add an indexed file's evaluation to its row, unless the row has one of this seed already."""
+    """Add an indexed file's evaluation to its row.
+
+    Raises `InputError` where the row has one of this seed already, or one without a seed: nobody
+    could tell which repetition that is. Files without a seed are added first (`_seed_order`), so
+    every file with one finds them.
+    """
     known = row.evaluations.setdefault(file.dataset, {})
     for other in (file.seed, None):
         if other in known:

@@ -163,6 +163,7 @@ class EventScores(Scores):
 
     def __init__(self, p: np.ndarray, came_true: np.ndarray, bin_count: int = BINS):
         self.bin_count = bin_count
+        # 0 is the only choice. 1, of a wrong answer, is the index of none.
         self.labels = np.where(came_true, 0, 1)
         self.probs = p[:, None]
         self.best = np.zeros(len(p), int)
@@ -194,7 +195,9 @@ class Sample:
         Sample.weighted(scores, weights)    each question in the shares `weights` (R, N)
         Sample.simulated(scores, correct)   each question once, R times with other answers (R, N)
 
-    A metric reads what a sample holds from the sample, never from its `scores`:
+    A metric reads from `sample.scores` what is the same in every sample, such as confidences and
+    probabilities. Which answers are right, and how often a question is there, it has from the
+    sample:
 
         sample.correct              whether the likeliest choice is right, (N,) or (R, N)
         sample.mean(values)         a mean over the questions of each sample, (R,)
@@ -439,9 +442,10 @@ def aurc(sample: Sample) -> np.ndarray:
     wrong = at_level - right[:, ::-1]
     total = sample.answers_up_to_level[:, -1:]
     surer = total - sample.answers_up_to_level[:, ::-1]
-    sums = harmonic_sums(int(total.max())).take(surer)
+    sums = harmonic_sums(int(total.max())).take(surer)  # Σ_{i < M} H(i) of each level
     sums_of_total = harmonic_sums(int(total.max())).take(total)
-    growth = np.diff(sums, axis=1, append=sums_of_total)  # Σ_{M ≤ i < M + m} H(i)
+    # The next level's M is M + m, so neighbours differ by the level's Σ_{M ≤ i < M + m} H(i).
+    growth = np.diff(sums, axis=1, append=sums_of_total)
     wrong_share = wrong / np.maximum(at_level, 1)
     harmonic_of_total = (sums_of_total + total) / total  # Σ_{i < N} H(i) = N H(N) − N
     wrong_parts = np.einsum("rn,rn->r", wrong_share, growth)

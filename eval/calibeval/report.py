@@ -395,13 +395,15 @@ def pair(first: TableRow, second: TableRow, data_set: str) -> Pairing:
     """Return the evaluations of both rows: in pairs of common seeds, else all of them.
 
     Pairs need two seeds in common: a single pair would leave out the other seeds, and with them
-    what seeds differ by. A model before fine-tuning has no seed, so it has none in common. All of
-    them are not paired, unless each row has one: these two are a pair, whatever their seeds.
+    what seeds differ by. Nor is a model before fine-tuning paired by seed: it has none, and one
+    that an index gives it is no training's. All evaluations are not paired, unless each row has
+    one: these two are a pair, whatever their seeds.
     """
     evaluations_of_first = first.evaluations.get(data_set, {})
     evaluations_of_second = second.evaluations.get(data_set, {})
     common = [seed for seed in evaluations_of_first if seed in evaluations_of_second]
-    if len(common) > 1 and second.beta is not None:
+    is_before_tuning = second.beta is None
+    if len(common) > 1 and not is_before_tuning:
         return Pairing(
             [evaluations_of_first[seed] for seed in common],
             [evaluations_of_second[seed] for seed in common],

@@ -27,9 +27,10 @@ off the variance of B + D:
 
     κ² = max(0, V − v min(2, 4 v / V)) / V
 
-Where V is much larger than v, it is mostly the gaps' own and little is taken off; taking off all of
-2 v everywhere covers 0.92 to 0.98 in simulation, since V is noisy, and this 0.94 to 0.99
-(tests/eval/interval_coverage.py). In a difference v and V are those of the difference's parts:
+Of the excess 2 v only the share min(1, 2 v / V) is taken off: little where V is much larger than v,
+and so mostly the gaps' own. The share is not derived. V is noisy, and taking off all of 2 v
+everywhere covers 0.92 to 0.98 in simulation, this 0.94 to 0.99 (tests/eval/interval_coverage.py).
+In a difference v and V are those of the difference's parts:
 where one model is over-confident and the other under-confident, their parts in B add up, and a
 factor for each model would lose that.
 """
