@@ -80,7 +80,8 @@ def score(
     Args:
         model: A folder, a name on the hub, or a loaded `transformers` model, which is left as it
             was.
-        tokenizer: The model's folder's unless given.
+        tokenizer: The model's folder's unless given; a loaded model without a `name_or_path` needs
+            it.
         tasks: `Task`s, or their keys: {"task": "mmlu", "data": "DATA"}.
         out: A folder for the records, `<out>/<task.key>.jsonl`, each beside a sidecar with its
             settings. What is there already of the same folder's weights is not scored again.
@@ -96,6 +97,11 @@ def score(
     """
     request = checked(Request, {"tasks": list(tasks), **options}, "score")
     source = _describe_model(model, request)
+    if tokenizer is None and not source.folder:
+        raise InputError(
+            f"{source.name}: has no `name_or_path`, which would be the tokenizer's folder; give "
+            "`tokenizer`"
+        )
     if tokenizer is None:
         tokenizer = engines.load_tokenizer(source.folder, request.revision)
     items, digest = _read_input(source, request, tokenizer, wants_digest=bool(out))
@@ -122,7 +128,7 @@ class _ModelSource:
 
     model: "str | PreTrainedModel"
     name: str  # in records
-    folder: str  # or name on the hub
+    folder: str  # or name on the hub; empty where a loaded model does not tell it
     config: "PretrainedConfig"
 
     @property

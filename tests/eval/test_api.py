@@ -80,6 +80,13 @@ def test_a_model_in_memory_stays_as_it_was(two_tasks, model, tokenizer):
     assert [module.training for module in model.modules()] == before
 
 
+def test_a_model_in_memory_without_a_name_needs_a_tokenizer(two_tasks, model, monkeypatch):
+    """The message began with ": cannot be loaded as a tokenizer", which named nothing."""
+    monkeypatch.setattr(model, "name_or_path", "")
+    with pytest.raises(InputError, match=r"a LlamaForCausalLM: .*give `tokenizer`"):
+        calibeval.score(model, tasks=two_tasks)
+
+
 def test_vllm_takes_no_model_in_memory(two_tasks, model, tokenizer):
     with pytest.raises(InputError, match="engine vllm: loads a folder"):
         calibeval.score(model, tokenizer, two_tasks, engine="vllm")
