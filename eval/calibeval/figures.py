@@ -92,7 +92,7 @@ def _drawings(results: Results, data_set: str) -> list[Drawing]:
             "fine-tuning."
         )
         canvas = error_over_beta(rows, data_set, rows_with)
-        drawings.append(Drawing(f"ece-against-beta_{file_name}", caption, canvas))
+        drawings.append(Drawing(f"{MAIN_ERROR}-against-beta_{file_name}", caption, canvas))
     for among, rows_of_figure in rows_with.items():
         caption = (
             f"Reliability on {data_set}, confidence {AMONG_WORDS[among]}. Coloured: "

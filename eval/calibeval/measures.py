@@ -33,7 +33,8 @@ imports is not looked at: after a change there, delete the `*.stats.json`.) What
   does so if it has an interval; the differences of NLL and of the squared errors are always there.
 - Training logs and the line after `calibeval score` have what `SUMMARY` names, the panels of
   reliability figures `figures.PANEL_METRICS`, and the figure over β and the † of tables
-  `MAIN_ERROR`.
+  `MAIN_ERROR`. Of another one than "ece" the pages speak of the ECE all the same, and
+  `calibeval.diagnosis` judges by the ECE.
 - A metric that is compared by its square needs `square_draws`, of which there is one so far: the
   pages and docstrings that say `rms_debiased` of such metrics then want the other name too.
 

@@ -247,7 +247,8 @@ def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
     over = f"{resampled} and seeds" if has_seeds else resampled
     sentences.append(f"[low, high]: 95 % interval over {over}, where one is known to cover.")
     if any(column.metric == MAIN_ERROR for column in chosen):
-        sentences.append("† ECE consistent with calibration (p > 0.05).")
+        error = METRICS[MAIN_ERROR].heading
+        sentences.append(f"† {error} consistent with calibration (p > {SIGNIFICANCE}).")
     sentences += _coverage(evaluations_of)
     for data_set, evaluations in evaluations_of.items():
         sentences += _warnings(data_set, evaluations)

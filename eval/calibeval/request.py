@@ -10,7 +10,8 @@ To add a task, see `calibeval.tasks`. To add a way of scoring or an engine, add 
 To add an option of engines, add it to `Request`, from which the command line has it, and to
 `EngineOptions`, from which editors complete it (a test compares the two). To add an option of
 tasks, add it to `Task`, from which the command line and the sidecars have it, and say at the head
-of `calibeval.store` how two of its values are compared where scoring goes on.
+of `calibeval.store` how two of its values are compared where scoring goes on. A list is typed with
+commas, which `request_from` in `calibeval.__main__` must split, as it does `subjects`.
 
 The names of `calibeval.validation` are importable from here as well.
 """
