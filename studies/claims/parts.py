@@ -77,8 +77,8 @@ class Part:
         return [*range(self.seeds)]
 
 
-# The verdicts rest on MMLU. Parts without this line are asked all tasks; the published records of
-# `over-trained` leave out those that are scored by continuation.
+# The verdicts rest on MMLU. Parts without this line are asked all tasks, but for `grid`, which is
+# asked none. The published records of `over-trained` leave out those scored by continuation.
 MMLU_ONLY = "score.tasks=[{task: mmlu, data: data/mmlu, shots: 5, scoring: letters}]"
 KEEP_MODELS = "keep=all"  # for what posthoc.py measures
 ALL_BETAS = f"grid.label_smoothing={[*BETAS]}"
@@ -94,6 +94,8 @@ PARTS = [
     Part("grid", (KEEP_MODELS, "score=null"), Rate.OWN, seeds=1),
     Part("recommended", (KEEP_MODELS, ALL_BETAS)),
     Part("high-rate", (ALL_BETAS, MMLU_ONLY, "grid.learning_rate=[2.0e-4]"), Rate.OWN),
+    # Its gradient is not clipped, nor is that of other parts, since config.yaml does not set
+    # train.clip_grad_norm. But `sum` sets it, and `script` takes the limit of its DeepSpeed file.
     Part(
         "over-trained",
         (
@@ -190,12 +192,11 @@ class EqualLosses:
     learning_rate: float  # of the part `equal`
     plain: float  # the loss at β = 0 with that learning rate
     smoothed: float  # the loss at β = 0.1 with the chosen learning rate
-    # Whether no rate of the grid reaches the loss of β = 0.1. `learning_rate` is then the end of
-    # the side that `losses_outwards_from_best` chooses.
-    is_above_grid: bool
-    # Whether the loss of β = 0.1 is below all losses of the grid. `learning_rate` is then the best
-    # rate of the grid.
-    is_below_grid: bool
+    # Whether `smoothed` is above the losses of the grid: none of its rates reaches it at β = 0.
+    # `learning_rate` is then the end of the side that `losses_outwards_from_best` chooses.
+    smoothed_is_above_grid: bool
+    # Whether `smoothed` is below all losses of the grid. `learning_rate` is then its best rate.
+    smoothed_is_below_grid: bool
 
 
 def equal_losses(study: Study) -> EqualLosses | None:
@@ -213,8 +214,8 @@ def equal_losses(study: Study) -> EqualLosses | None:
         learning_rate=float(equal.learning_rate.iloc[0]),
         plain=mean_held_out_loss(equal, f"{study.model}, equal", "β = 0"),
         smoothed=smoothed,
-        is_above_grid=bool(smoothed > losses.iloc[-1]),
-        is_below_grid=bool(smoothed < losses.iloc[0]),
+        smoothed_is_above_grid=bool(smoothed > losses.iloc[-1]),
+        smoothed_is_below_grid=bool(smoothed < losses.iloc[0]),
     )
 
 
@@ -236,8 +237,8 @@ def loss_to_equal(study: Study) -> float:
 def mean_held_out_loss(runs: pd.DataFrame, model_and_part: str, beta: str) -> float:
     """The held-out loss of runs that differ in their seed, in the mean over seeds.
 
-    Raises InputError where a seed has none: without it the mean would be of other seeds than the
-    one that it is compared with.
+    Raises InputError where a seed has none: the mean of the others would be that of whatever seeds
+    did not diverge.
     """
     losses = runs.held_out_loss.to_numpy(dtype=float)
     without_loss = runs.run[~np.isfinite(losses)]

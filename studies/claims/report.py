@@ -93,9 +93,9 @@ def equal_loss_lines(study: Study) -> list[str]:
         f"Equal held-out loss: {losses.smoothed:.3f} at β = 0.1, {losses.plain:.3f} at β = 0 with "
         f"a learning rate of {losses.learning_rate:g}"
     )
-    if losses.is_above_grid:
+    if losses.smoothed_is_above_grid:
         line += ", the end of the grid, since no rate of the grid reaches the loss of β = 0.1"
-    elif losses.is_below_grid:
+    elif losses.smoothed_is_below_grid:
         line += ", the best of the grid, since its rates all have a larger loss than β = 0.1"
     return [f"{line}.", ""]
 

@@ -459,7 +459,7 @@ def test_the_page_tells_what_equal_held_out_losses_are():
         assert cells[1:3] == [f"{losses.smoothed:.3f}", f"{losses.plain:.3f}"]
         rate, _, end = cells[3].partition(", ")
         assert float(rate) == losses.learning_rate == parts.equal_rate(Study(model))
-        assert end.startswith("the grid's") == losses.is_above_grid
+        assert end.startswith("the grid's") == losses.smoothed_is_above_grid
 
 
 def held_out_losses(model: str) -> dict[tuple[str, str], str]:
