@@ -53,6 +53,8 @@ def at_fitted_temperatures(study: Study, scored: list[AnsweredRun]) -> list[Answ
     It was fitted on MMLU's val questions, and is carried to the other tasks.
     """
     runs = []
+    # The records of the step `temperature` have a temperature and no answers, so that they are not
+    # among `scored`. Their answers are made here: each run keeps its record's key and gets tasks.
     for record in study.store.runs(study.model):
         if record.origin == "temperature":
             assert record.temperature is not None  # every run of the step `temperature` has one

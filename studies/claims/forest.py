@@ -27,7 +27,8 @@ LABEL = (
 def draw_forest(study: Study, out: Path) -> None:
     """Draw what β does by letters to every model with at least three seeds, with its intervals.
 
-    Marks are filled among the choices and hollow among all tokens.
+    The seeds are counted for each row by itself (`forest_rows`). Marks are filled among the choices
+    and hollow among all tokens.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -54,7 +55,10 @@ def draw_forest(study: Study, out: Path) -> None:
 
 
 def forest_rows(study: Study) -> dict[str, list[Difference | None]]:
-    """A row's name and its differences in the order of BY_LETTERS, of all models."""
+    """A row's name and its differences in the order of BY_LETTERS, of all models.
+
+    Rows whose first difference has fewer than LEAST_SEEDS seeds are left out.
+    """
     labels = plan_sweep(CONFIG, []).sweep.model_labels
     rows = {}
     for model in study.store.models():

@@ -70,10 +70,10 @@ def tokenizer_and_dataset(
 
 
 def load_for_inference(train_options: TrainOptions, tokenizer_size: int) -> PreTrainedModel:
-    """The model that options name, for inference, with a row for each of the tokenizer's entries.
+    """The model that `train_options.model_name_or_path` names, for inference.
 
-    That is the base model in the options of a run. It is on a GPU, if there is one, in its own
-    precision; else in fp32.
+    A run's own options name the base model. The model's embedding has a row for each entry of the
+    tokenizer. It is on a GPU, if there is one, in its own precision; else in fp32.
     """
     model = load_model(train_options, tokenizer_size).eval()
     if torch.cuda.is_available():
@@ -83,7 +83,7 @@ def load_for_inference(train_options: TrainOptions, tokenizer_size: int) -> PreT
 
 
 def load_tuned_model(run: Run, tokenizer_size: int) -> PreTrainedModel:
-    """A run's finished model, likewise."""
+    """A run's finished model, loaded as `load_for_inference` says."""
     train_options: TrainOptions = run.config().train_options
     options_of_tuned = train_options.model_copy(update={"model_name_or_path": str(run.model)})
     return load_for_inference(options_of_tuned, tokenizer_size)
@@ -112,7 +112,8 @@ def target_states(
 def logits(model: PreTrainedModel, hidden: Tensor) -> Iterator[Tensor]:
     """The logits (n, V) of hidden states (N, D), in fp32, a chunk at a time.
 
-    They are right for models whose logits are neither scaled nor soft-capped, as Gemma 2's are.
+    They are those of the head alone, and so are wrong for a model that scales or soft-caps its
+    logits afterwards, as Gemma 2 does.
     """
     head: nn.Module = copy.deepcopy(model.get_output_embeddings()).float()
     for chunk in hidden.split(CHUNK):

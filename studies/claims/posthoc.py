@@ -43,8 +43,10 @@ def fit_temperatures(study: Study) -> None:
     for entry in temperatures.fit_to_mmlu(plain, results, Path("data/mmlu"), out):
         file = Path(entry["records"])
         run_keys = {name: entry[name] for name in RUN_KEYS}
-        fit = meta(file)["temperature"]  # what `calibeval.temperature` returned, and of which file
-        record = RunRecord("temperature", file.stem, temperature=fit["temperature"], **run_keys)
+        # A dict: what `calibeval.temperature` returned, and the file that it was fitted on.
+        summary_of_fit = meta(file)["temperature"]
+        temperature = summary_of_fit["temperature"]  # the number
+        record = RunRecord("temperature", file.stem, temperature=temperature, **run_keys)
         study.store.add(study.model, record, {})
 
 

@@ -180,7 +180,9 @@ class RecordStore:
         self._keep_questions(questions)
         tasks = {task: len(asked) for task, asked in questions.items()}
         answered = replace(record, tasks=tasks)
-        with self._lock():  # A merge would delete a file that replaced the one it has read.
+        # Without the lock, a merge that has read an earlier file of this run could then delete the
+        # file that is written here in its place.
+        with self._lock():
             _write_tables(self.staged_file(model, *record.key), [_run_table(answered, steps)])
 
     def merge(self, model: str) -> None:
@@ -244,7 +246,7 @@ class RecordStore:
         """Every run of a model, and the file that counts for it as `_file_of` says, by their keys.
 
         Staged files are read first, so that a run which is merged meanwhile is seen twice and never
-        missed. They count all the same.
+        missed. Of a run that is in both files the staged one counts, which is met first.
         """
         records: dict[tuple[str, str], RunRecord] = {}
         files: dict[tuple[str, str], Path] = {}

@@ -33,6 +33,8 @@ def train(study: Study, part: Part, overrides: list[str]) -> int:
         prepare(part, overrides)
         changes = [*overrides, *selection]
         command = [sys.executable, "-m", "sweeps", "launch", str(CONFIG), "--executor", "local"]
+        # Leaving this block waits for the launch. An InputError of `keep_records` is therefore told
+        # once the launch has ended, and runs that end meanwhile are not kept before the next call.
         with subprocess.Popen([*command, *changes]) as process:
             while process.poll() is None:
                 keep_records(study, part, plan_sweep(CONFIG, changes))
@@ -121,7 +123,9 @@ def rectangles_of(
 ) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     """Pairs of a learning rate and a β, as rectangles: rates and β, all pairs of which are there.
 
-    Rates with the same β are in one rectangle.
+    Rates are in one rectangle if they have the very same list of β, in the same order: 1e-5 and
+    2e-5, both with [0.0, 0.1], are in one, and 5e-5 with [0.0] alone is in another. Only the part
+    grid has several rates.
     """
     smoothings_of_rate: dict[float, list[float]] = {}
     for learning_rate, label_smoothing in pairs:
