@@ -12,10 +12,11 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
     """pass@1 and pass@`samples` by setting and of every two settings' difference, as Markdown.
 
     `runs` are the numbers of right answers to each problem, a list a seed, by the setting's name.
-    [low, high] is a 95 % interval over problems and seeds (`stats.estimate_sum`), and a difference
-    is paired by problem, and by seed where both sides have as many. Where they have not, a sentence
-    below the tables says so. Where two settings differ in fewer than six problems, all in one
-    direction, the interval holds 0: by a sign test that may be chance (`stats.sign_test_p`).
+    [low, high] is a 95 % interval over problems and seeds: of a setting by `stats.estimate_mean`,
+    of a difference by `stats.estimate_sum`. A difference is paired by problem, and by seed where
+    both sides have as many. Where they have not, a sentence below the tables says so. Where two
+    settings differ in fewer than six problems, all in one direction, the interval holds 0: by a
+    sign test that may be chance (`stats.sign_test_p`).
     """
     problems = len(next(iter(runs.values()))[0])
     resamples = list(measures.resamples(problems, evaluations.RESAMPLES))
@@ -26,7 +27,7 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
     }
     setting_rows = []
     for name, rates in rates_of_setting.items():
-        estimates = [stats.estimate_mean(rate, 0, 1) for rate in rates]
+        estimates = [stats.estimate_mean(rate, lowest=0, highest=1) for rate in rates]
         setting_rows.append([name, len(runs[name]), *map(str, estimates)])
     difference_rows = []
     not_paired = []
@@ -58,7 +59,13 @@ def pass_rates(counts: np.ndarray, samples: int, weights: np.ndarray) -> list[st
     """
     rates = []
     for passed in (counts / samples, counts > 0):
-        of_problems = passed[:, np.newaxis].astype(float)  # the one metric of each seed's problems
-        side = stats.Side(passed.mean(1), passed @ weights.T, unit_values=of_problems, is_mean=True)
+        # (seeds, 1, problems), as `stats.Side` has it: the second axis is metrics, of a mean one.
+        rate_of_each_problem = passed[:, np.newaxis].astype(float)
+        side = stats.Side(
+            values=passed.mean(1),
+            draws=passed @ weights.T,
+            unit_values=rate_of_each_problem,
+            is_mean=True,
+        )
         rates.append(side)
     return rates
