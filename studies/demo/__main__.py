@@ -17,8 +17,8 @@ from calibeval.io import CONTINUES, InputError, finish
 from studies.demo import files
 from studies.demo.report import report
 
-# The variables of the demo and its runs. One processor gives the same weights with and without
-# AVX-512; another make may not.
+# The variables of the demo and its runs. With them, processors of one maker give the same weights
+# whether or not they have AVX-512; those of another maker may give others.
 ENVIRONMENT = {
     "MKL_CBWR": "AVX2",
     "ATEN_CPU_CAPABILITY": "avx2",

@@ -15,8 +15,9 @@ from calibeval.io import write_text
 from calibeval.request import Strict
 from studies.sequence_sets import markov, sets
 
-# The nonconformity score behind each kind of set of labelings. Without its random number, aps is
-# the probability of all labelings down to one.
+# By the name of a kind of set of labelings, its score in `calibeval.conformal.nonconformity`. There
+# `sets.labeling_sets` gives zeros as the random numbers of aps: the score of a labeling is then the
+# summed probability of it and of all likelier ones.
 SCORES = {"lac": "lac", "cumulative": "aps"}
 
 
