@@ -6,6 +6,7 @@ On a hidden Markov model, whose posterior is known. The table goes to `output` a
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from pydantic import Field, PositiveFloat, PositiveInt
 from tabulate import tabulate
@@ -36,7 +37,7 @@ class Config(Strict):
 def study(config: Config) -> None:
     """Write and print the table: a row a kind of set, means ± standard deviations over seeds.
 
-    Of one seed there is no deviation, and none is printed.
+    Seeds of which no sentence is counted in a row are left out of it.
     """
     tables = [results_of_seed(config, seed) for seed in config.seeds]
     by_kind = pd.concat(tables).groupby(level=0, sort=False)
@@ -46,16 +47,23 @@ def study(config: Config) -> None:
     for kind in means.index:
         mean = means.loc[kind]
         deviation = deviations.loc[kind]
-        coverage = f"{mean.coverage:.3f}"
-        size = f"{mean.set_size:.2f}"
-        if len(config.seeds) > 1:
-            coverage += f" ± {deviation.coverage:.3f}"
-            size += f" ± {deviation.set_size:.2f}"
+        coverage = format_cell(mean.coverage, deviation.coverage, digits=3)
+        size = format_cell(mean.set_size, deviation.set_size, digits=2)
         rows.append([kind, coverage, size])
     heads = [f"sets at 1 − α = {1 - config.alpha:g}", "coverage", "size"]
     text = tabulate(rows, heads, "github", disable_numparse=True)
     print(text)
     write_text(config.output / "table.md", f"{text}\n")
+
+
+def format_cell(mean: float, deviation: float, digits: int) -> str:
+    """`mean ± deviation`, or the mean alone: one seed, or infinite sizes, have no deviation."""
+    if np.isnan(mean):
+        return "no sentence"
+    text = f"{mean:.{digits}f}"
+    if np.isnan(deviation):
+        return text
+    return f"{text} ± {deviation:.{digits}f}"
 
 
 def results_of_seed(config: Config, seed: int) -> pd.DataFrame:

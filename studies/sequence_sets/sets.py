@@ -163,8 +163,9 @@ def entity_sets(
 ) -> dict[str, tuple[float, float]]:
     """Coverage and mean size of sets of entities, which are to hold all right ones of a sentence.
 
-    Sentences without right ones are left out. Sentences are exchangeable and entities are not:
-    Šidák takes a sentence's for independent.
+    Sentences without right ones are left out, and so is a half in which no sentence is counted. A
+    kind has NaN where that is every half. Sentences are exchangeable and entities are not: Šidák
+    takes a sentence's for independent.
     """
     table = spans(sentences)
     names = [kind + suffix for kind in (ALL, SIDAK) for suffix in LEAST_ENTITIES_BY_SUFFIX]
@@ -178,10 +179,15 @@ def entity_sets(
             by_sentence = _sets_of_sentences(test, thresholds)
             for suffix, least in LEAST_ENTITIES_BY_SUFFIX.items():
                 counted = by_sentence[by_sentence.right_in_sentence >= least]
+                if counted.empty:
+                    continue
                 result = counted.covered.mean(), counted.set_size.mean()
                 results[kind + suffix].append(result)
     means = {}
     for name, result_of_splits in results.items():
+        if not result_of_splits:
+            means[name] = (np.nan, np.nan)
+            continue
         coverage, size = np.mean(result_of_splits, axis=0)
         means[name] = (float(coverage), float(size))
     return means

@@ -97,7 +97,8 @@ def test_the_study_in_small(small, tmp_path, capsys):
     assert "| sets at 1 − α = 0.9" in said and "| all entities, Šidák: five and more |" in said
     assert (tmp_path / "out" / "table.md").read_text().strip() == said.strip()
     assert small(study, **given, k=1) == 0
-    assert "| inf ± " in capsys.readouterr().out  # too few are listed
+    printed = capsys.readouterr().out
+    assert "| inf  " in printed and "nan" not in printed  # too few are listed
 
 
 def test_one_seed_has_no_deviation_and_none_is_named(small, capsys):
@@ -108,6 +109,25 @@ def test_one_seed_has_no_deviation_and_none_is_named(small, capsys):
     assert "| all entities" in printed and "±" not in printed
     assert small(study, **given, seeds=[]) == 2
     assert "config.yaml: seeds" in capsys.readouterr().err
+
+
+def test_halves_without_a_sentence_of_five_entities_do_not_count():
+    """One such half made the mean of all halves NaN."""
+
+    def certain(labels: tuple[str, ...]) -> Sentence:
+        return Sentence(labels, (labels,), np.zeros(1))
+
+    one_of_many = [certain(("B-A",))] * 5 + [certain(("B-A",) * 5)]
+    results = sets.entity_sets(one_of_many, alpha=0.5, splits=20)
+    assert results[sets.ALL + sets.MANY] == (1, 5)
+
+
+def test_a_row_that_counts_no_sentence_says_so(small, capsys):
+    """It was "nan", without a word, and an infinite size was "inf ± nan"."""
+    assert small(study, sentences=8, seeds=[0, 1], splits=4, k=20) == 0
+    printed = capsys.readouterr().out
+    assert "nan" not in printed
+    assert ["all entities: five and more", "no sentence", "no sentence"] in table_cells(printed)
 
 
 @pytest.mark.slow
