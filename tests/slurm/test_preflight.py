@@ -478,6 +478,22 @@ def test_a_damaged_index_is_named_with_the_other_problems(toy_file, hub_model, c
     assert not assets.on_disk("owner/name", "models")
 
 
+def test_what_is_damaged_when_it_was_fetched_keeps_nothing_else_from_being_fetched():
+    fetched = []
+
+    def is_here():
+        if "first" in fetched:
+            raise InputError("index.json: is damaged: delete it")
+        return False
+
+    first = assets.Asset("first", is_here=is_here, fetch=lambda: fetched.append("first"))
+    second = assets.Asset(
+        "second", is_here=lambda: "second" in fetched, fetch=lambda: fetched.append("second")
+    )
+    assert assets.fetch([first, second]) == ["first: index.json: is damaged: delete it"]
+    assert fetched == ["first", "second"]
+
+
 def test_a_damaged_index_of_a_folder_is_named(toy_file, tmp_path):
     index = tmp_path / "model" / "model.safetensors.index.json"
     index.parent.mkdir()

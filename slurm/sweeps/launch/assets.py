@@ -195,11 +195,15 @@ def fetch(wanted: list[Asset]) -> list[str]:
             continue
         try:
             asset.fetch()
+            is_here = asset.is_here()
+        except InputError as error:  # what was fetched is damaged
+            problems.append(f"{asset.name}: {error}")
+            continue
         except (Exception, SystemExit) as error:  # each library raises errors of its own kinds
             words = " ".join(str(error).split())
             problems.append(f"{asset.name}: {type(error).__name__}: {words}")
             continue
-        if not asset.is_here():  # a launch would ask for it again
+        if not is_here:  # a launch would ask for it again
             problems.append(
                 f"{asset.name}: was fetched, and is not whole: see what its page offers"
             )
