@@ -1,9 +1,12 @@
 """Runs on several nodes, on a real Slurm of two: both are this machine, and gloo joins them."""
 
+import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from sweep_tools import (
     wait_for,
 )
 
+from sweeps.runs.processes import MEETING_PORTS
 from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import describe_job
 
@@ -180,6 +184,19 @@ def test_two_nodes_shard_a_run_as_one_does(
     assert equal(run, undisturbed(path, tmp_path / "calm"))
 
 
+@pytest.fixture
+def taken_ports() -> Iterator[None]:
+    """Other programs listen at the ports at which the first jobs of a Slurm would meet."""
+    with contextlib.ExitStack() as stack:
+        for port in MEETING_PORTS[:100]:
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # another program listens there indeed
+                listener.bind(("", port))
+                listener.listen()
+        yield
+
+
+@pytest.mark.usefixtures("taken_ports")
 def test_nobody_outlives_an_element_that_is_killed(cluster, profile, toy_file, tmp_path):
     """On neither node, and a launch goes on."""
     train = {"steps": 100, "pace": 0.1}
@@ -192,7 +209,8 @@ def test_nobody_outlives_an_element_that_is_killed(cluster, profile, toy_file, t
     (element,) = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "submitit.core._submit" in (process.info["cmdline"] or [])
+        if "submitit.core._submit" in (words := process.info["cmdline"] or [])
+        and any(word.startswith(str(tmp_path)) for word in words)  # not of a Slurm beside this one
     ]
     element.kill()
     wait_for(empty)

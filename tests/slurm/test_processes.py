@@ -1,9 +1,11 @@
 """What is said of other programs that fail, and of those that do not answer."""
 
+import socket
+
 import pytest
 
 from calibeval.io import InputError
-from sweeps.runs.processes import run_checked
+from sweeps.runs.processes import free_meeting_port, run_checked
 
 
 def words_of(script: str, patience: float = 20) -> str:
@@ -42,3 +44,13 @@ def test_a_tool_that_says_nothing_is_to_be_asked_again():
 def test_a_tool_that_is_not_there_sends_to_a_login_node():
     with pytest.raises(InputError, match="no-such-tool is not on the PATH: type this on a login"):
         run_checked("no-such-tool")
+
+
+def test_a_port_that_another_program_listens_on_is_passed_over():
+    """As where an earlier run's ranks, or another user's program, still has the job's own port."""
+    free = free_meeting_port(4711)
+    with socket.socket() as listener:
+        listener.bind(("", free))
+        listener.listen()
+        assert free_meeting_port(4711) > free
+    assert free_meeting_port(4711) == free

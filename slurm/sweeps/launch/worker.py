@@ -22,7 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sweeps.launch.program_end import ProgramEnd
 from sweeps.runs.events import Event, EventKind
 from sweeps.runs.files import is_disk_full, is_locked, last_error, tail
-from sweeps.runs.processes import end_with_parent_and_ignore_usr2
+from sweeps.runs.processes import (
+    MEETING_PORT,
+    end_with_parent_and_ignore_usr2,
+    free_meeting_port,
+)
 from sweeps.runs.run import Run
 from sweeps.runs.stages import SCORE, STAGES, TRAIN, Outcome, next_stage
 
@@ -218,6 +222,9 @@ def _execute(
         "WANDB_DIR": str(run.path),
         **(environment or {}),
     }
+    if nodes > 1:
+        # This is the first of the nodes. Each element of an array is a job with its own number.
+        variables[MEETING_PORT] = str(free_meeting_port(int(os.environ["SLURM_JOB_ID"])))
     with open(log, "ab") as out:
         start = out.tell()
         program = subprocess.Popen(

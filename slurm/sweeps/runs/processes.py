@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from sweeps.runs.files import last_error
 # Seconds to wait for a program's answer: twice what Slurm's tools wait for a busy controller.
 PATIENCE = 20
 LIBC = ctypes.CDLL(None)
+# The variable by which a worker tells the programs of a run on several nodes where they meet.
+MEETING_PORT = "SWEEPS_MEETING_PORT"
+# The ports at which they may, below those that Linux gives to outgoing connections.
+MEETING_PORTS = range(10_000, 32_000)
 PR_SET_PDEATHSIG = 1  # of prctl(2): which signal a process gets when its parent ends
 
 
@@ -99,6 +104,20 @@ def job_label() -> str | None:
 def node_number() -> int:
     """The number of this machine among those of its Slurm job or srun, from 0; 0 outside of one."""
     return int(os.environ.get("SLURM_NODEID", "0"))
+
+
+def free_meeting_port(job: int) -> int:
+    """A port of this machine at which the nodes of a job can meet.
+
+    The search starts at another port for each job, so that two jobs that start on one machine at
+    the same time do not find the same one. Where all are taken, torchrun will say so.
+    """
+    first = job % len(MEETING_PORTS)
+    for port in (*MEETING_PORTS[first:], *MEETING_PORTS[:first]):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
+    return MEETING_PORTS[first]
 
 
 def visible_gpus() -> list[str]:

@@ -41,15 +41,13 @@ import socket
 import sys
 
 from calibeval.io import InputError
-from sweeps.runs.processes import node_number, run_checked
+from sweeps.runs.processes import MEETING_PORT, node_number, run_checked
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
 
 TORCHRUN = "sweeps.training.torchrun_agent"  # the module that is torchrun
 # Signals that torchrun alone receives, which tells its ranks.
 BLOCKED_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
-# The ports at which nodes meet, below those that Linux gives to outgoing connections.
-MEETING_PORTS = range(10_000, 32_000)
 MEETING_SECONDS = 600  # that a node waits for the others, whose file systems may be slow
 
 
@@ -100,9 +98,9 @@ def meeting_arguments(world: World) -> list[str]:
     """
     if world.nodes == 1:
         return ["--standalone"]  # at a port that the kernel chooses
-    job = os.environ.get("SLURM_JOB_ID")
+    port = os.environ.get(MEETING_PORT)
     nodes_of_step = int(os.environ.get("SLURM_STEP_NUM_NODES", "0"))
-    if job is None or nodes_of_step != world.nodes:
+    if port is None or nodes_of_step != world.nodes:
         raise InputError(
             f"world.nodes: the run asks for {world.nodes} nodes and was started on "
             f"{nodes_of_step or 'none'} of Slurm's; `python -m sweeps launch` on Slurm starts it"
@@ -111,7 +109,7 @@ def meeting_arguments(world: World) -> list[str]:
         f"--nnodes={world.nodes}",
         f"--node-rank={node_number()}",
         f"--master-addr={first_node_address()}",
-        f"--master-port={meeting_port(int(job))}",
+        f"--master-port={port}",
         f"--rdzv-conf=timeout={MEETING_SECONDS}",
     ]
 
@@ -126,8 +124,3 @@ def first_node_address() -> str:
         # The worker, which runs on the first node, has called srun.
         return os.environ["SLURM_LAUNCH_NODE_IPADDR"]
     return name
-
-
-def meeting_port(job: int) -> int:
-    """The port of a job. Each element of an array is a job with a number of its own."""
-    return MEETING_PORTS[job % len(MEETING_PORTS)]
