@@ -742,14 +742,14 @@ def test_details_tell_hellaswag_by_letters(published):
 
 @pytest.mark.slow
 def test_details_tell_what_is_read_by_continuation(published):
-    text = passage("- **By continuation**")
+    text = passage("- **By continuation**").replace("error × 1000", "error")  # its unit
     expected = [
         published.told(smoothing("recommended", 0.1), squared_error(f"{task}-continuation", **how))
         for task in ("arc", "hellaswag")
         for how in ({}, {"normalise": "sum"})
     ]
     assert figures_of(text) == expected
-    assert "growing with β" in text
+    assert text.endswith("the last of the four grows with β.")
     summed = squared_error("hellaswag-continuation", normalise="sum")
     changes = [
         published.difference(smoothing("recommended", beta), summed).estimate.value
@@ -795,7 +795,7 @@ def test_details_tell_larger_beta_over_trained(published):
     ]
     text = passage("- **Larger β, over-trained**")
     assert figures_of(text) == expected
-    assert "where no difference of its calibration error can be shown" in text
+    assert "where no difference of that error is shown" in text
     for among in AMONG:
         quantity = squared_error(among=among)
         assert not published.difference(at_05, quantity, SMALL).estimate.significant
@@ -1071,7 +1071,7 @@ def test_the_page_on_ones_own_model_prints_what_check_prints(published):
     command = [sys.executable, "-m", "calibeval", "check", str(base), str(tuned)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     guide = (parts.HERE.parents[1] / "docs" / "should-i-smooth.md").read_text(encoding="utf-8")
-    example = guide.split("at β = 0:\n\n")[1].split("\n\n")[0]
+    example = guide.split("(#the-example)):\n\n")[1].split("\n\n")[0]
     lines = [line.strip() for line in example.splitlines() if line.strip() != "…"]
     assert len(lines) == 5
     for line in lines:
