@@ -47,7 +47,8 @@ def store_dproduct(
     is_label = label[:, None] == entries[None, :]
     gradient = tl.where(is_label, gradient - label_coefficient * (1.0 - smoothing), gradient)
     gradient *= scale if softcap is None else slope(logits, scale, softcap)
-    # Entries past the chunk are never read.
+    # Columns have no mask: a row of `dproduct` has room for whole tiles of them. What the last tile
+    # writes past the chunk or past V is never read.
     pointers = dproduct + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(pointers, gradient.to(dproduct.dtype.element_ty), mask=known[:, None])
 
@@ -155,7 +156,7 @@ def recompute_dproduct(
     packed: Tensor,  # (n, D)
     tokens: PackedTokens,
     coefficients: Coefficients,
-    out: Tensor,  # (n, stop − start or more), written
+    out: Tensor,  # (n, stop − start or more, in whole tiles), written
     start: int,
     stop: int,
 ) -> Tensor:  # (n, stop − start)

@@ -13,7 +13,8 @@ entry; each character is one of the 16 numbers of dC's memory:
     third chunk    .......CC.SSSSSS    9 are free: 2 entries
     others         .........C          7 are free: 1 entry, no more than the chunk memory holds
 
-(Rounding to aligned places is left out here.)
+(Rounding is left out here. The number of entries is rounded down to a multiple of what the chunk
+memory holds, and so to whole tiles; and the place where S begins, to an aligned one.)
 
 Only valid tokens are in E and S: they are packed before and spread out again afterwards. No atomics
 and no order that depends on timing, so equal inputs give equal bits.
@@ -54,13 +55,14 @@ from smoothce.vocab_parallel import all_reduce_gradient
 SUPER_BLOCK_TOKENS = 8192
 
 # The chunk memory, for a chunk's S, is this module's own: what the option `workspace` limits is the
-# memory of `grad_in_forward`. With `gradients` for the bytes of dE and dC together,
+# memory of `grad_in_forward`. With `gradients` for the bytes that dE and dC have together, whether
+# both are wanted or only one of them,
 #
 #     chunk memory + (fp32 sum of dE − dE)  ≤  min(CHUNK_BYTES, CHUNK_SHARE · gradients)
 #
 # With CHUNK_BYTES and all else that it holds a step comes to the 118 MB of kernel/README.md.
 # CHUNK_SHARE leaves room for the few numbers that each token has besides, 0.0035 · gradients at
-# most, so that a step holds at most a tenth more than its gradients.
+# most, so that a step that wants both holds at most a tenth more than its gradients.
 #
 # But the chunk memory has CHUNK_LEAST_BYTES in any case, for fewer entries at a time leave the
 # products too small.
@@ -247,12 +249,13 @@ def end_of_free_memory(
     d_weight: Tensor,  # (V, D), whose rows from `start` on are not written
     start: int,
     n: int,
-    chunk: int,
+    chunk: int,  # entries that the chunk memory holds, whole tiles of them
 ) -> Tensor | None:
     """The end of dC's memory as (n, entries), for S of the entries from `start` on.
 
-    Their own rows of dC, which are written while S is read, lie before it. None where there is no
-    room for more than one chunk."""
+    Their own rows of dC, which are written while S is read, lie before it. The number of entries is
+    a multiple of `chunk`, so that S has whole tiles. None where there is no room for more than
+    `chunk` of them, which the chunk memory has room for."""
     d = d_weight.shape[1]
     # Its beginning is moved down to a place that is aligned.
     room = d_weight.numel() - start * d - ALIGNED_NUMBERS
