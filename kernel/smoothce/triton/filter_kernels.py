@@ -181,7 +181,9 @@ def add_to_hidden_sums(
 
 @triton.jit
 def tile_item(
-    block, index, n_listed, begin, entries,
+    block, index, n_listed,
+    begin,  # the number of the block's first tile; tiles are numbered through all blocks
+    entries,
     tile_owner, n_shares, tiles_done, shares_done,
     hidden, weight, weight_slices,
     bias, smoothing_target, order, labels, lses_base2,
@@ -254,12 +256,15 @@ def tile_item(
 
 @triton.jit
 def listed_weight_sums(
-    hidden, ring, ring_source, begin, n_listed,
+    hidden, ring, ring_source,
+    begin, n_listed,  # the number of the block's first tile, and how many tokens it lists
     step, column,  # (STEP,) and (SLICE,): the offsets of a step's tokens, the columns of E
     ROWS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rᵀ E of a block's listed tokens and one slice of D, (WIDTH, SLICE) in fp32."""
+    """Rᵀ E of a block's listed tokens and one slice of D, (WIDTH, SLICE) in fp32.
+
+    The ring holds R of tile t in slot t % RING, and a block's tiles are `begin`, `begin` + 1, …"""
     entry = tl.arange(0, WIDTH)
     sums = tl.zeros((WIDTH, SLICE), tl.float32)
     # Indices are read one step ahead, so that the gathers they lead to can be pipelined.
@@ -281,7 +286,9 @@ def listed_weight_sums(
 
 @triton.jit
 def share_item(
-    block, index, n_listed, begin, entries,
+    block, index, n_listed,
+    begin,  # the number of the block's first tile
+    entries,
     n_shares, tiles_done, shares_done,
     hidden, common_factor, hidden_sum,
     ring, ring_source, mean_rows, profile_sums, smoothing_sums, d_weight,

@@ -121,7 +121,9 @@ def scramble(bits):
 
 @triton.jit
 def draw(seed, token, block):
-    """A number in (0, 1) that follows from three int32 alone, so that no generator is needed."""
+    """A number in (0, 1] that follows from three int32 alone, so that no generator is needed.
+
+    1 is what fp32 rounds the 128 largest of the 2^32 numbers to."""
     pair = (token * 65537 + block).to(tl.uint32, bitcast=True)
     bits = scramble(seed.to(tl.uint32, bitcast=True) ^ pair)
     return scramble(bits + 0x9E3779B9).to(tl.float32) * 2.0**-32 + 2.0**-33
@@ -152,6 +154,8 @@ def plan_kernel(
     for start in range(0, padded, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < padded
+        # Both are of exponentials that the softmax has not yet divided: log2 of the pair's P is
+        # log2_mass − relative_lse_base2, that of its largest p log2_max − relative_lse_base2.
         log2_mass = tl.load(pair_lse + row_start + token, mask=inside, other=0.0).to(tl.float32)
         log2_max = tl.load(pair_max + row_start + token, mask=inside, other=0.0).to(tl.float32)
         relative_lse_base2 = tl.load(lses_base2 + token, mask=inside, other=0.0)
@@ -336,6 +340,11 @@ def items_kernel(
     # (`block * 0` is a 0 that is a tensor from the start, as what the loop assigns is.)
     b0_low = block * 0
     b0_high = blocks + block * 0
+
+    # All programs take STEPS turns, and a turn after the ends have met must change nothing. So
+    # neither low end may pass its high one: r₀'s is held back by `tl.minimum`, b₀'s by `b0_middle <
+    # b0_high`. The latter is for ends that meet at `blocks`, which has no tile_end: the last
+    # block's is read there instead, and it says once more to go up.
     for _ in range(STEPS):
         r0_middle = (r0_low + r0_high) // 2
         comes_after = tl.load(first_tile + r0_middle) >= end - reach
