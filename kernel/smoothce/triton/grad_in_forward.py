@@ -111,7 +111,8 @@ def weigh_kernel(
     weighed, token_factors,  # (n, D) w_i scale E_i, (n,) w_i, written
     smoothing, scale, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: its hidden state as dC takes it, and of the label what is left of p̃.
+    """One token: write its hidden state as dC takes it, and make its label's p̃ the
+    p̃ − (1−β) b_i / w_i that dC takes.
 
     (dE takes the label from `dproduct.finish_hidden_kernel`, which subtracts b_i (1−β) C_y.)"""
     token = tl.program_id(0)
@@ -124,6 +125,8 @@ def weigh_kernel(
     label = tl.load(labels + token)
     if label >= 0:
         # b_i / w_i = (b_i / a_i) 2^(lse_i − o_i), which does not divide by a w_i that underflows.
+        # Here a_i is b_i times a lift that is never 0 (`tokens.coefficients_kernel`). So where a_i
+        # is 0, as for a token of weight 0, b_i is 0 too, and there is no label's term to lose.
         label_coefficient = tl.load(label_coefficients + token)
         b_over_a = tl.where(softmax_coefficient != 0, label_coefficient / softmax_coefficient, 0.0)
         label_probability = tl.exp2(tl.load(label_logits + token) * LOG2E - offset_base2)
@@ -235,9 +238,8 @@ class SmoothingRows:
 
     where ŵ = −κ Σ_i b_i, since the bias is added after the scale. It has no low part, since the
     tokens' factors w_i beside it are rounded to 16 bits once as well. û is in the workspace from
-    the first part on, whose dE needs Σ_v û_v C_v already. ê and ŵ are sums over the tokens of all
-    parts, so that the last part alone has them. dE takes Σ_v û_v C_v, for
-    which the first and the last row are enough."""
+    the first part on, whose dE needs Σ_v û_v C_v already: the first and the last row are enough for
+    that. ê and ŵ are sums over the tokens of all parts, so that the last part alone has them."""
 
     smoothing_factor: float  # κ
     hidden_sum: Tensor  # (D,) fp32, Σ_i b_i E_i over the parts so far
