@@ -257,8 +257,11 @@ class _Walk:
         return _Chunk(tokens, hidden, label_rows.where(has_label, 0), has_label)
 
     def _logits(self, chunk: _Chunk, buffer: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The chunk's logits, (n, V), in the buffer's memory, and their derivative in what the
-        softcap takes, (n, V): None without a softcap, or where no gradient is wanted."""
+        """The chunk's logits, (n, V), in the buffer's memory, and the cap's slope, (n, V).
+
+        Of a logit x before the cap z = softcap · tanh(x / softcap) is the logit, and the slope is
+        ∂z/∂x = 1 − tanh²(x / softcap). It is None without a softcap, or where no gradient is
+        wanted."""
         for rows, widened in _widened(self.inputs.weight, self.dtype):
             torch.mm(chunk.hidden, widened.T, out=buffer[:, rows])
         if self.bias is not None:
@@ -367,8 +370,9 @@ class _Walk:
         lse: Tensor,  # (n,)
         row_factor: Tensor,  # (n, 1): g_i, or 1 where the operands are multiplied by it
     ) -> Tensor:  # (n, V)
-        """The gradient of what the cap takes, logit_scale · E_i · C_v + b_v, in the probabilities'
-        memory.
+        """∂loss / ∂x_iv in the probabilities' memory, with `row_factor` in the place of g_i.
+
+        x_iv = logit_scale · E_i · C_v + b_v is the logit before the cap.
 
         Unlike the S of smoothce.triton it lacks the logit scale, which is in `chunk.hidden`, and a
         linear smoothing term, which `_add_products` and `_LinearSmoothing` add."""
