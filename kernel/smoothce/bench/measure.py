@@ -6,8 +6,8 @@ memory and gradient error first, then the times, for which the methods take turn
 The hidden states, or features, are E (N, D), one row for each of N tokens; the weight, or
 classifier, is C (V, D), one row for each entry of the vocabulary. dE and dC are their gradients.
 The unit of times, beside milliseconds, is a single product E Cᵀ, timed beside every sample. The
-bound, the three products that an exact gradient takes, is a method with a row of its own. Nothing
-here divides by it.
+bound is the products that an exact gradient takes: three, or two where the classifier is frozen. It
+is a method with a row of its own, and nothing here divides by it.
 """
 
 import gc

@@ -80,11 +80,12 @@ def ours(
 
 
 class MatrixProducts(torch.autograd.Function):
-    """The least work of an exact gradient: three matrix products. Masked tokens are left out.
+    """The least work of an exact gradient: three matrix products, or two where the classifier is
+    frozen. Masked tokens are left out.
 
     The forward computes the logits E Cᵀ and returns a zero, since it is no loss. The backward uses
-    the logits in the place of their gradient, which has the same shape, so that its two products
-    for dE and dC take as long as any exact ones."""
+    the logits in the place of their gradient, which has the same shape, so that its products for
+    dE and dC take as long as any exact ones."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
