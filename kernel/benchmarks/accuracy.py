@@ -8,9 +8,10 @@ inputs in fp32. The first row's inputs look like a language model's, and those o
 random, with labels that are drawn evenly.
 
 The second table has the error of the mean of several draws of the filtered gradient, which falls
-with their number as long as the filter is right on average. What the filter draws follows from a
-token's place, so each draw has the tokens in another order. `--softcap` adds a cap on the logits,
-under which the filter is biased.
+with their number as long as the filter is right on average. What the filter draws of a token
+follows from its place and the bits of its log-sum-exp, so that equal inputs draw alike: each draw
+has the tokens in another order. `--softcap` adds a cap on the logits, under which the filter is
+biased.
 
 Inputs are bf16. Without a GPU they are fp32, since Triton's interpreter has no right bf16 products:
 `TRITON_INTERPRET=1 python kernel/benchmarks/accuracy.py --tokens 16 --entries 256 --features 32

@@ -564,7 +564,8 @@ def whose_end(
         return [latest["contender"]], ended.reason
     # No method ran.
     if len(unfinished) < len(asked):
-        # One has finished since: the one that broke the GPU has said so in its own row.
+        # At least one of this process's methods has finished, perhaps by breaking the GPU: then its
+        # row is "failed" already. The next process is without it, so that there is an end.
         return [], ended.reason
     # Nobody is to blame, and all would end so again.
     return unfinished, ended.reason

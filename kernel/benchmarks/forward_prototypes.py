@@ -202,7 +202,9 @@ def multiply_tiles(
         if PING_PONG:
             # Only when the other group has multiplied the tile before this one. The first tile of
             # all has none before it: group 0 waits for phase 1 there, which returns at once as in
-            # `load_tiles`.
+            # `load_tiles`. Group 1 waits at its first tile for phase 0, which ends when group 0 has
+            # multiplied the first of all. From then on each waits for the other phase at each turn:
+            # 1, 0, 1, … in group 0 and 0, 1, 0, … in group 1.
             mbarrier.wait(turns.index(WHICH), (turn & 1) ^ (1 - WHICH))
         logits = warpgroup_mma_init(gl.zeros((PIECE_ROWS, WIDTH), gl.float32, MMA))
         for k in range(0, STEPS):
