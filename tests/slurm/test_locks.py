@@ -62,6 +62,13 @@ def test_a_log_line_may_end_as_on_windows(tmp_path):
     assert tail(log, 9) == ["error: no room", "40%"]
 
 
+def test_the_last_zero_bytes_of_a_log_hold_nothing(tmp_path):
+    """The lines of an earlier program would be taken for those of one that printed nothing."""
+    log = tmp_path / "train.log"
+    log.write_text("error: of the attempt before\n")
+    assert tail(log, 9, size=0) == []
+
+
 def test_a_block_that_fails_gives_its_lock_back(tmp_path):
     lock = tmp_path / ".lock"
     with pytest.raises(ValueError, match="inside"), locked(lock, 1, "busy"):

@@ -86,8 +86,8 @@ def is_locked(path: Path) -> bool:
 def read_rows(path: Path, size: int | None = None) -> list[dict]:
     """The objects of a JSON-lines file, or of its last `size` bytes.
 
-    Lines that are damaged are left out: a kill may have cut one off, as `size` may. An absent file
-    has no rows.
+    `size` None means the whole file. Lines that are damaged are left out: a kill may have cut one
+    off, as `size` may. An absent file has no rows.
     """
     rows = []
     for line in _last_text(path, size).split("\n"):
@@ -101,9 +101,9 @@ def read_rows(path: Path, size: int | None = None) -> list[dict]:
 
 
 def _last_text(path: Path, size: int | None) -> str:
-    """The last `size` bytes of a file as text, or all of it; nothing if it is absent."""
+    """The last `size` bytes of a file as text, or all of it for None; nothing if it is absent."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as data:
-        if size:
+        if size is not None:
             data.seek(max(0, os.path.getsize(path) - size))
         return data.read().decode("utf-8", "replace")
     return ""
