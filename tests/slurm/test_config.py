@@ -66,6 +66,11 @@ def test_what_is_written_is_read_back(value):
         ),
         ({"workers": 0}, "{path}:10: workers: found 0: Input should be greater than"),
         ({"grid": {"seed": [1, "two"]}}, ":6: grid.seed: found 'two': Input should be"),
+        ({"grid": {"seed": [1, 1]}}, "{path}:5: grid: {'seed': 1} and {'seed': 1} are the same"),
+        (
+            {"train": {"train_file": "$NOT_SET/x"}},
+            "{path}:5: train.train_file: $NOT_SET/x: $NOT_SET is not set here",
+        ),
     ],
 )
 def test_what_a_file_has_wrong_comes_with_its_line(toy_file, monkeypatch, keys, message):
@@ -92,7 +97,11 @@ def test_what_a_file_has_wrong_comes_with_its_line(toy_file, monkeypatch, keys, 
         ("score.select_on=mmlu", "asks the test split, which the tables show; name a task"),
         ("score.tasks=[{task: mmlu, shot: 1}]", "1}]): score.tasks.0.shot: unknown key"),
         ("score.revision=v1", "score.revision: found 'v1': Input should be None"),
-        ("output_root=$NOT_SET/x", "$NOT_SET is not set here: export NOT_SET=…"),
+        (
+            "output_root=$NOT_SET/x",
+            "command line (output_root=$NOT_SET/x): output_root: $NOT_SET/x: $NOT_SET is not set",
+        ),
+        ("grid.train_file=[a, $NOT_SET]", "$NOT_SET]): grid.train_file.1: $NOT_SET: $NOT_SET is"),
     ],
 )
 def test_what_an_override_has_wrong_comes_with_it(toy_file, override, message):

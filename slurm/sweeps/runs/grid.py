@@ -13,7 +13,15 @@ from sweeps.runs.backend import load_backend, scoring_problem
 from sweeps.runs.run import Run, RunConfig
 from sweeps.runs.schema import Sweep, World, compatible_values
 from sweeps.runs.stages import next_stage
-from sweeps.runs.yaml_io import build, dump_yaml, escape_dollars, expand, override, read_yaml
+from sweeps.runs.yaml_io import (
+    build,
+    dump_yaml,
+    escape_dollars,
+    expand_all,
+    nearest_place,
+    override,
+    read_yaml,
+)
 
 LAUNCHED_FILE = "launched.yaml"
 # The keys of `train:` that hold paths: however one is spelt, the run is the same.
@@ -82,7 +90,8 @@ def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
 
     `source` is a sweep file, or a sweep's folder, which then stays its folder wherever it was
     moved; `assignments` are overrides such as `grid.seed=[1, 2]`. Raises InputError with file and
-    line, or the override, for whatever is wrong.
+    line, or the override, of each key that is wrong; where the backend says that its models cannot
+    be scored, with the file and the backend's words.
     """
     file, sweep, folder, places = _read_sweep(source, assignments)
     runs = _expand_grid(sweep, folder, file, places)
@@ -127,7 +136,7 @@ def _read_sweep(source: Path, assignments: list[str]) -> tuple[str, Sweep, Path,
     replaced = tuple(f"{key}." for key in overridden)
     places = {key: place for key, place in places.items() if not key.startswith(replaced)}
     places.update(overridden)
-    sweep = build(Sweep, expand(str(file), raw), str(file), places)
+    sweep = build(Sweep, expand_all(raw, str(file), places), str(file), places)
     folder = Path(os.path.normpath(sweep.output_root)) / sweep.name
     if source.is_dir():
         folder = source
@@ -158,7 +167,8 @@ def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) 
         config = _config(sweep, sweep.backend, compatible_values(train_options), sweep.world)
         if config.name in runs:
             both = f"{grid_values} and {runs[config.name].grid_values}"
-            raise InputError(f"{file}: grid: {both} are the same run; drop one")
+            place = nearest_place("grid", places, file)
+            raise InputError(f"{place}: grid: {both} are the same run; drop one")
         runs[config.name] = Run(folder / config.name, config, grid_values)
     return list(runs.values())
 

@@ -4,7 +4,7 @@ In this order: the types of values, which options of sbatch a profile may not ho
 declared and which values are written to files, the models `Sweep` and `Cluster` with their parts,
 the text of `python -m sweeps keys`, and reading a profile. (Sweep files are read by `runs.grid`.)
 
-Whatever is wrong ends in one message: file and line (or the override), key, value, what to do.
+Whatever a key has wrong ends in one message: file and line (or override), key, value, remedy.
 """
 
 import json

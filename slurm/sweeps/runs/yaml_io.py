@@ -192,7 +192,7 @@ def build(
         if problem["type"] == "too_short" and problem is not problems[0]:
             continue  # the list is too short only because its items are wrong
         dotted, message = _describe(problem, raw, section, keys_of)
-        lines[f"{_nearest(dotted, places, source)}: {dotted}: {message}"] = None
+        lines[f"{nearest_place(dotted, places, source)}: {dotted}: {message}"] = None
     raise InputError("\n       ".join(lines))
 
 
@@ -250,8 +250,8 @@ def _keys_to(problem: ErrorDetails, raw: Any) -> list[str]:
     return parts
 
 
-def _nearest(dotted: str, places: Mapping[str, str], source: str) -> str:
-    """Where a key stands, or else the nearest one above it."""
+def nearest_place(dotted: str, places: Mapping[str, str], source: str) -> str:
+    """Where a key stands, or else the nearest one above it; if none is in `places`, `source`."""
     while dotted:
         if dotted in places:
             return places[dotted]
@@ -259,36 +259,52 @@ def _nearest(dotted: str, places: Mapping[str, str], source: str) -> str:
     return source
 
 
-def expand(where: str, value: Any) -> Any:
-    """Every text in `value` with `~` and variables replaced, as a shell would; `$$` is a dollar.
+def expand_all(value: Any, source: str, places: Mapping[str, str], key: str = "") -> Any:
+    """`value` with every text in it expanded: see `expand`.
 
-    Raises InputError, naming `where`, for a variable that is not set.
+    `source` and `places` are those of `build`. `key` is the dotted key of `value`; "" is for all
+    that was read.
     """
+    above = f"{key}." if key else ""
     if isinstance(value, dict):
-        return {key: expand(where, item) for key, item in value.items()}
+        return {
+            name: expand_all(item, source, places, f"{above}{name}") for name, item in value.items()
+        }
     if isinstance(value, list):
-        return [expand(where, item) for item in value]
-    if not isinstance(value, str):
-        return value
+        return [
+            expand_all(item, source, places, f"{above}{position}")
+            for position, item in enumerate(value)
+        ]
+    if isinstance(value, str):
+        return expand(f"{nearest_place(key, places, source)}: {key}", value)
+    return value
+
+
+def expand(where: str, text: str) -> str:
+    """A text with `~` and variables replaced, as a shell would; `$$` is a dollar.
+
+    Raises InputError for a variable that is not set. Its message begins with `where`, which names
+    the key that holds the text.
+    """
 
     def replacement(match: re.Match[str]) -> str:
         if match[0] == "$$":
             return "$"
         name = match["name"] or match["braced"]
         if name is None:
-            raise InputError(f"{where}: {value}: write $NAME or ${{NAME}}, or $$ for a dollar")
+            raise InputError(f"{where}: {text}: write $NAME or ${{NAME}}, or $$ for a dollar")
         if name not in os.environ:
             raise InputError(
-                f"{where}: {value}: ${name} is not set here: export {name}=…, or write $$ for a "
+                f"{where}: {text}: ${name} is not set here: export {name}=…, or write $$ for a "
                 "dollar"
             )
         return os.environ[name]
 
-    return os.path.expanduser(re.sub(VARIABLE, replacement, value))
+    return os.path.expanduser(re.sub(VARIABLE, replacement, text))
 
 
 def escape_dollars(value: Any) -> Any:
-    """`value` with every text spelt so that `expand` gives it back."""
+    """`value` with every text spelt so that `expand_all` gives it back."""
     if isinstance(value, dict):
         return {key: escape_dollars(item) for key, item in value.items()}
     if isinstance(value, list):
