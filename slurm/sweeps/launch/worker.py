@@ -82,13 +82,16 @@ def work(
 
 
 class StopRequest:
-    """Whether a worker is asked to stop its run: by its caller, or by a stop file of its own.
+    """Whether a worker is asked to stop its run: by its caller, or by the run's stop file.
 
     All who work on a run share one stop file, and it may be there for a foreign process: one that
     this worker did not start, such as the trainer of an earlier start of this job, which
-    `element.take_over` has asked to leave. So a worker obeys the file only once it has claimed it,
-    see `claim_stop_file`. Until then the file ends nothing but the programs that look for it
-    themselves, the worker's own among them.
+    `element.take_over` has asked to leave. So `is_made` does not look at the file before the worker
+    has claimed it, see `claim_stop_file`.
+
+    The worker's own trainer looks at the file itself, and cannot know for whom it is there. Where
+    it obeys a file that the worker has not claimed, it leaves with exit code 75, and the work ends
+    as STOPPED although `is_made` never said so: see `_note_end`.
     """
 
     def __init__(self, run: Run, asked_to_stop: Callable[[], bool]) -> None:
