@@ -18,9 +18,9 @@ For this, four things are used that submitit does not promise to keep:
   `FOLDER/<array>_<index>_submitted.pkl`, handles signals and calls what was pickled, with FOLDER in
   the variable SUBMITIT_FOLDER; see `element_command`.
 * The USR2 handler that it installs pickles the callable's `checkpoint()` again, calls `scontrol
-  requeue` and exits. It acts only in the moment before the callable installs a handler of its own:
-  it guesses from the time that has passed whether a job is preempted or timed out, and a program
-  of the run would have no time to save.
+  requeue` and exits. That would leave a program of the run no time to save, and it would guess from
+  the time that has passed whether a job is preempted or timed out. So the callable replaces it by
+  a handler of its own as soon as it is called; submitit's acts only on an USR2 that comes before.
 
 `TESTED_VERSIONS` are those with which all four were tested. Another version may work: if one of the
 four is gone, the import of this module says so.
