@@ -25,6 +25,7 @@ from sweeps.launch.submitit_adapter import (
     element_command,
     script_text,
 )
+from sweeps.runs import stages
 from sweeps.runs.backend import environment_variables
 from sweeps.runs.schema import Cluster, Sweep
 
@@ -35,14 +36,14 @@ COLLECT_MEMORY = "4G"  # is enough for tables over hundreds of record files
 
 
 class JobKind(Enum):
-    """What a job does; the value is part of its name.
+    """What a job does; the value is part of its name, from which `runs.slurm_queue` reads it.
 
     An array that trains also scores, if its runs train without torchrun: `slurm.stages_of` says so.
     An array that scores has the runs that are scored apart: see `slurm.design`.
     """
 
-    TRAIN = "train"
-    SCORE = "score"
+    TRAIN = stages.TRAIN
+    SCORE = stages.SCORE
     COLLECT = "collect"
 
 

@@ -1,8 +1,9 @@
 """What Slurm knows of a sweep's jobs; nothing here changes anything.
 
 A launch writes `<sweep>/jobs/<tag>/names`, the runs of an array line by line, and gives the job the
-name SWEEP.KIND.TAG (`launch.sbatch.job_name`; KIND is train, score or collect). So squeue alone
-tells which run a queued element works on.
+name SWEEP.KIND.TAG (`launch.sbatch.job_name`). KIND is the value of a `launch.sbatch.JobKind`: that
+of an array is the name of the stage with which it begins, that of the job that makes the tables is
+collect. So squeue alone tells which run a queued element works on.
 
 A `launch.sbatch.Job` is one call of sbatch. Here everything is about single elements, each named by
 its label (see `processes.job_label`): a run of several processes has two, one that trains and one
@@ -168,7 +169,8 @@ def live_elements(folder: Path) -> list[LiveElement]:
                     f"on which run {label} works: scancel {label}"
                 )
             run = names[int(index)]
-            elements.append(LiveElement(label, state, reason, run, tag, kind == SCORE))
+            only_scores = kind == SCORE
+            elements.append(LiveElement(label, state, reason, run, tag, only_scores))
         else:
             elements.append(LiveElement(array_id, state, reason, None, tag))
     return elements
