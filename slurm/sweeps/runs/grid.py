@@ -70,13 +70,15 @@ class SweepPlan:
             _, launched_before, _, _ = _read_sweep(self.folder, [])
             if compatible_values(launched_before, mode="json") == values:
                 return
+        # A later launch reads this file as it reads any sweep file, and expands variables in it.
         write_text(file, dump_yaml(escape_dollars(values)))
 
     def _reopen(self, run: Run) -> None:
         """Remove DONE where it no longer holds, because this launch asks more of the run.
 
         The next stage of a run that has its model/, or is a baseline, does not depend on DONE: the
-        file is removed only because it is no longer true. A run whose model was deleted
+        file is removed only because it is no longer true, and `status` counts by it how many runs
+        of other launches are done. A run whose model was deleted
         (`keep: scores`) keeps DONE, by which alone it counts as trained. Nothing more can be scored
         for it, so `launch.preflight` refuses a launch that asks for that, before it comes here.
         """
@@ -200,11 +202,13 @@ def _baselines(sweep: Sweep, folder: Path, runs: list[Run]) -> list[Run]:
         return []
     baselines: dict[str, Run] = {}
     for run in runs:
-        train_keys = run.config().train
-        base_keys = {"model_name_or_path": train_keys["model_name_or_path"]}
-        shown = dict(base_keys)  # by `status`, which names a model without its revision
-        if train_keys.get("model_revision"):
-            base_keys["model_revision"] = train_keys["model_revision"]
-        config = _config(sweep, None, base_keys, World())
-        baselines[config.name] = Run(folder / config.name, config, shown)
+        model = run.config().train["model_name_or_path"]
+        revision = run.config().train.get("model_revision")
+        train_keys = {"model_name_or_path": model}
+        if revision:
+            train_keys["model_revision"] = revision
+        config = _config(sweep, None, train_keys, World())
+        # Of a run that has not begun, `status` shows the grid values: here the model stands in.
+        grid_values = {"model_name_or_path": model}
+        baselines[config.name] = Run(folder / config.name, config, grid_values)
     return list(baselines.values())

@@ -156,10 +156,10 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether the file DONE is there: the last attempt has left nothing undone.
+        """Whether the file DONE is there, which says that at one time nothing was left to do.
 
-        Records may have been damaged since, or a launch may ask for more: `stages.next_stage` says
-        what is to be done now.
+        `status` calls a run done where nothing is left to do now: `stages.next_stage` is None. The
+        two differ where records were damaged since, or a launch asks for more.
         """
         return self.done_file.exists()
 
@@ -167,8 +167,9 @@ class Run:
     def trained(self) -> bool:
         """Whether no training is left to do.
 
-        The final model is there, which trainers put there by a rename; or was there, and has been
-        deleted since the run was done; or the run is a model before fine-tuning.
+        The final model is there, which trainers put there by a rename; or it was there, and has
+        been deleted since (`keep: scores`), which happens only once the file DONE is there; or the
+        run is a model before fine-tuning.
         """
         return self.done or self.model.is_dir() or self.config().is_baseline
 
