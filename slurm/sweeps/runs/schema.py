@@ -478,7 +478,9 @@ class Cluster(Strict):
         "may be able to read it (chmod 600).",
     )
     offline: bool = option(
-        False, "Whether nodes lack internet; then Hugging Face libraries and wandb call nobody."
+        False,
+        "Whether nodes lack internet; then wandb calls nobody. (Hugging Face libraries call nobody "
+        "in any job: `prefetch` fetches before.)",
     )
     cache: Line | None = option(
         None,
