@@ -330,9 +330,10 @@ def _submit_jobs(
 ) -> tuple[dict[str, Job], str]:
     """Hand jobs to sbatch; returns them by their ids, and why the collect job was not taken.
 
-    If sbatch refuses an array, those before it are cancelled, and all runs told why: InputError. If
-    it does not answer, Slurm may have the array or not. So all stays as it is, as at a Ctrl-C, and
-    the next launch, which finds in the queue what there is, submits the rest.
+    If sbatch refuses an array, those before it are cancelled. Their runs and its own are told why;
+    those of later arrays, which nobody has submitted, are not. Then InputError is raised. If sbatch
+    does not answer, Slurm may have the array or not. So all stays as it is, as at a Ctrl-C, and the
+    next launch, which finds in the queue what there is, submits the rest.
     """
     code_folder = snapshot(plan.folder)
     queued_before = sorted({_array_id(element) for element in live if element.run is not None})
