@@ -327,7 +327,7 @@ def _score(parsed: argparse.Namespace) -> None:
     from sweeps.runs.run import Run
 
     run = Run(parsed.folder)
-    run.config()
+    run.config()  # raises InputError where the folder is no run's, before a lock is made in it
     with _locked(run):
         _score_if_asked(run)
 

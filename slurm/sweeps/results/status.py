@@ -88,7 +88,8 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
         That is an element that runs; if none does, the one that is to do the run's next stage.
         """
         is_running = element.state == "RUNNING"
-        only_scoring_is_left = stage_of.get(str(element.run)) == stages.SCORE
+        next_stage = None if element.run is None else stage_of.get(element.run)
+        only_scoring_is_left = next_stage == stages.SCORE
         does_next_stage = element.only_scores == only_scoring_is_left
         return is_running, does_next_stage
 

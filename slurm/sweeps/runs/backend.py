@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", bound=BaseModel)
 
-# The names of the backends that come with this project, and the modules behind them. Another one is
-# named in the description of `Sweep.backend` and on slurm/README.md, and mypy compares it with the
-# protocol below. `launch.preflight.PACKAGES_OF_TRAINERS` holds what all of them need.
+# The names of the backends that come with this project, and the modules behind them. Who adds one
+# here also names it in the description of `Sweep.backend` and in slurm/README.md, and lets mypy
+# compare it with the protocol by a line below `MEMBERS`. A backend of a user's own needs no entry.
+# `launch.preflight.PACKAGES_OF_TRAINERS` holds the packages that all of these here need.
 BACKENDS = {
     "trainer": "sweeps.training.hf_backend",
     "open-instruct": "sweeps.training.open_instruct_backend",

@@ -138,8 +138,8 @@ def end_with_parent_and_ignore_usr2() -> None:
     thread must therefore keep the thread until the program ends.
 
     USR2, by which Slurm warns of an end, is ignored: the parent handles it, and lets the program
-    save. It would kill a program that does not know of it, since of a job on one node every process
-    gets it. A trainer that wants it too installs a handler later.
+    save. In a job on one node Slurm sends it to every process, and it kills those that neither
+    handle nor ignore it. A trainer that wants it too installs a handler later.
     """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
