@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tables use a thread for each record file
-    if (PROJECT / "slurm").is_dir():
+    if _is_checkout():
         os.chdir(PROJECT)  # paths inside a sweep file begin there; `_path_in_project` counts on it
     from calibeval.io import CONTINUES, finish
 
@@ -131,12 +131,20 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parsed
 
 
+def _is_checkout() -> bool:
+    """Whether this package lies in a checkout of the project: see `PROJECT`."""
+    return (PROJECT / "slurm").is_dir()
+
+
 def _path_in_project(typed: str) -> Path:
     """Turn a typed path into one that means the same once `main` is in the project's folder.
 
     A path is read from the folder where it was typed; if nothing is there, from the project's.
+    Outside of a checkout, where `main` stays in the first, there is no other.
     """
     path = Path(os.path.abspath(os.path.expanduser(typed)))  # bash leaves the ~ of --cluster=~/x
+    if not _is_checkout():
+        return path
     if not os.path.exists(path) and os.path.exists(PROJECT / typed):
         return Path(typed)
     if path.is_relative_to(PROJECT):

@@ -424,3 +424,14 @@ def test_an_extra_time_limit_replaces_the_profiles_own(tmp_path):
     file = tmp_path / "extra.yaml"
     file.write_text("extra: [--time=1:00:00]\ntime: '4'\nscore_time: '4'\n")
     assert load_cluster(str(file)).time == "4"
+
+
+def test_outside_of_a_checkout_a_path_is_read_where_it_was_typed(tmp_path, monkeypatch):
+    """One below the folder that would hold slurm/ became relative to that folder."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "mine.yaml").touch()
+    monkeypatch.setattr(cli, "PROJECT", tmp_path)
+    monkeypatch.chdir(elsewhere)
+    assert cli._path_in_project("../mine.yaml") == tmp_path / "mine.yaml"
+    assert cli._path_in_project("mine.yaml") == elsewhere / "mine.yaml"
