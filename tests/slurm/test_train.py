@@ -29,6 +29,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
+    MixtralConfig,
     TrainingArguments,
     get_scheduler,
 )
@@ -613,6 +614,51 @@ def test_a_damaged_model_is_named(sweep_file, tiny, tmp_path):
         weights.truncate(1000)
     with pytest.raises(InputError, match=f"{folder}: cannot be loaded as a causal"):
         finished_run(path)
+
+
+@pytest.fixture
+def mixture(tiny, tmp_path) -> Path:
+    """A mixture of experts whose config asks for the auxiliary loss, and whose weights are cut."""
+    folder = tmp_path / "mixture"
+    shutil.copytree(tiny / "model", folder)
+    MixtralConfig(output_router_logits=True).save_pretrained(folder)
+    with open(folder / "model.safetensors", "r+b") as weights:
+        weights.truncate(1000)
+    return folder
+
+
+def test_an_auxiliary_loss_is_refused_before_the_weights_are_read(sweep_file, mixture, capsys):
+    train = {"model_name_or_path": str(mixture), "packing": True, "max_train_steps": 1}
+    with pytest.raises(InputError, match=f"{mixture}: its config has output_router_logits: true"):
+        finished_run(sweep_file(grid={}, train=train))
+    assert "packing: off" not in capsys.readouterr().out
+
+
+def test_an_auxiliary_loss_is_refused_before_anything_is_queued(sweep_file, mixture):
+    path = sweep_file(grid={}, train={"model_name_or_path": str(mixture)})
+    (problem,) = preflight.problems(plan_sweep(path, []), "local")
+    assert problem.startswith(f"train.model_name_or_path: {mixture}: its config has output_router_")
+    assert 'type "output_router_logits": false into its config.json' in problem
+    (mixture / "config.json").write_text("{")  # The run itself says what is wrong with it.
+    assert preflight.problems(plan_sweep(path, []), "local") == []
+
+
+def test_an_auxiliary_loss_of_a_model_of_the_hub_is_refused(sweep_file, tmp_path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--owner--mixture"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    options = prepare(sweep_file(grid={})).config().train_options
+    of_hub = options.model_copy(update={"model_name_or_path": "owner/mixture"})
+    assert hf_backend.missing(of_hub, World()) == []  # Nothing is known yet.
+    config = {"text_config": {"output_router_logits": True}}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    (problem,) = hf_backend.missing(of_hub, World())
+    assert "owner/mixture: its config has text_config.output_router_logits: true" in problem
+    assert "name that copy as train.model_name_or_path" in problem
 
 
 def test_a_missing_smoothing_target_is_named_before_anything_is_queued(sweep_file, tmp_path):

@@ -21,8 +21,6 @@ def use_packed_attention(model: PreTrainedModel, *, gpu: bool, half_precision: b
     The model then needs batches as a packed `GlobalBatchDataset` makes them. On a CPU nothing has
     to change: transformers itself masks other conversations.
     """
-    if getattr(model.config, "output_router_logits", False):
-        return "its auxiliary loss counts padding"
     if not gpu:
         return None
     if not half_precision:

@@ -4,8 +4,11 @@ Planning and launching import this module and must not wait for torch. The train
 `sweeps.training.fit`, which only `train` imports.
 """
 
+import json
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
@@ -40,6 +43,10 @@ def missing(train_options: TrainOptions, world: World) -> list[str]:
         and not Path(smoothing_target).is_file()
     ):
         problems.append(f"train.smoothing_target: {smoothing_target}: no such file")
+    model = train_options.model_name_or_path
+    problem = auxiliary_loss_problem(model, _config_on_disk(model))
+    if problem is not None:
+        problems.append(problem)
     installed = version("transformers")
     if int(installed.partition(".")[0]) < 5:
         problems.append(
@@ -47,6 +54,56 @@ def missing(train_options: TrainOptions, world: World) -> list[str]:
             "pip install 'transformers>=5'"
         )
     return problems
+
+
+def auxiliary_loss_problem(model: str, config: Mapping[str, Any]) -> str | None:
+    """Why a model with this configuration is refused, if that asks for an auxiliary loss.
+
+    A mixture of experts adds it to its loss for the balance between experts. It is a mean, and the
+    loss that `fit.install_loss` gives to a model is a sum: `patch_trainer` refuses to add them, but
+    only once the model is loaded.
+    """
+    key = "output_router_logits"
+    text_config = config.get("text_config")  # of a model that also reads images, for example
+    if isinstance(text_config, dict):
+        key = "text_config.output_router_logits"
+        config = text_config
+    if not config.get("output_router_logits"):
+        return None
+    instead = 'type "output_router_logits": false into its config.json'
+    if not Path(model).is_dir():
+        instead += ", in a copy of the model, and name that copy as train.model_name_or_path"
+    return (
+        f"train.model_name_or_path: {model}: its config has {key}: true, and backend trainer adds "
+        "no auxiliary loss of a mixture of experts to its own; to train without the auxiliary "
+        f"loss, {instead}"
+    )
+
+
+def _config_on_disk(model: str) -> dict[str, Any]:
+    """The model's config.json, as far as it is here and can be read; empty otherwise.
+
+    What is wrong with such a file, the run says when it loads the model.
+    """
+    file = Path(model) / "config.json"
+    if not Path(model).exists():
+        # Imported only here, because it reads the variables that say where its cache is, and a
+        # launch sets them as the profile wants them.
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(model, "config.json")
+        except HFValidationError:  # It is no name on the hub.
+            return {}
+        if not isinstance(cached, str):
+            return {}
+        file = Path(cached)
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def scoring_problem(train_options: TrainOptions) -> str | None:

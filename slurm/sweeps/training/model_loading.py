@@ -17,6 +17,7 @@ from calibeval.io import InputError, sha256
 from smoothce.checks import check_target
 from sweeps.training.attention import use_packed_attention
 from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.hf_backend import auxiliary_loss_problem
 from sweeps.training.options import LoraOptions, TrainOptions
 from sweeps.training.ranks import print_once, this_rank
 
@@ -46,10 +47,13 @@ def load_model(
     shards the model and sends each rank its part. (transformers would read the files there too and
     then put zeros in their place, which takes long and as much memory as on the first rank.)
 
-    Raises InputError for a model that cannot be loaded.
+    Raises InputError for a model that cannot be loaded, or whose config asks for an auxiliary loss.
     """
     name = train_options.model_name_or_path
     config = load(AutoConfig, name, "a config")
+    problem = auxiliary_loss_problem(name, config.to_dict())
+    if problem is not None:
+        raise InputError(problem)
     if train_options.attention_dropout is not None:
         if not hasattr(config, "attention_dropout"):
             raise InputError(f"train.attention_dropout: {config.model_type} models have none")
