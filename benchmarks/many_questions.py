@@ -17,7 +17,8 @@ SUBJECTS = 57
 
 def main(path: str, questions: int) -> None:
     rng = np.random.default_rng(0)
-    # Over-confident by a temperature: right answers are drawn at 1.4 times the stated one.
+    # The model is over-confident by a temperature of 1.4: it states softmax(logits), and right
+    # answers are drawn from softmax(logits / 1.4).
     logits = rng.normal(0, 2, (questions, CHOICES))
     true = np.exp(logits / 1.4)
     true /= true.sum(1, keepdims=True)

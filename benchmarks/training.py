@@ -9,8 +9,9 @@ with the same tokens, 64 conversations an update, AdamW over fp32 weights with b
 falls linearly from its first update. FOLDER/training.jsonl grows by a row a trial, with its date,
 card, versions and commit; a trial that fails, or a library that is not installed, is a row with its
 reason. The table comes last. What an earlier call left of a trial in FOLDER is deleted when the
-trial begins, its caches and its profile too; model and tokenizer stay while they are made of the
-same shape, template and conversations, of which --steps and --conversations change the number.
+trial begins, its caches and its profile too. Model and tokenizer stay, unless the model's
+shape, the chat template or the conversations are others than before: --steps and --conversations,
+for example, change how many conversations there are.
 
 Not the same: the sweeps' trainer packs an update into rows without padding. The others have
 micro-batches of 16 conversations (of 8 with llama-8b), which nothing tunes to the memory that is
@@ -292,8 +293,9 @@ def circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
 def commit() -> str | None:
     """This project's commit, with "-dirty" where files have changed since; None outside git."""
     command = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty", "--abbrev=40"]
+    command.append("--exclude=*")  # It excludes all tags: `describe` would name one, not the hash.
     try:
-        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

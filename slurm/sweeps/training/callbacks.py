@@ -29,7 +29,8 @@ class StopSignal:
 
     Making one installs handlers of these signals. Until this attempt has made an update nothing is
     to be saved, and a signal ends this process at once, with the exit code of a run that stopped.
-    From then on it is noted, and `on_any_rank` tells of it.
+    From then on it is noted, and `on_any_rank` tells of it. (Ranks end the first update some
+    milliseconds apart. A signal between them loses that update, and nothing else.)
     """
 
     def __init__(self, stop_file: Path) -> None:

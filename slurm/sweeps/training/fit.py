@@ -75,9 +75,10 @@ def fit(run: Run) -> StopSignal:
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if run.stop_file.exists():
-        # It is obeyed whoever made it. A worker that starts this program has deleted one that was
-        # left over, unless another process still held the run. So it is new or meant for that
-        # process; or this program was started by hand, and nobody has deleted it.
+        # It is obeyed, and not deleted here. A worker deletes a stop file that was left over, and
+        # only then starts this program. A file that is here all the same was made since then; or
+        # the worker kept it for another process that still held the run; or this program was
+        # started by hand, and the file is an old one.
         print_once(
             f"stop: {run.stop_file} exists, so the run saves after its first update and leaves; "
             "delete the file to train on"
@@ -103,8 +104,8 @@ def fit(run: Run) -> StopSignal:
         save_model(trainer, tokenizer)
     else:
         print_once(f"stopped: step {step} of {total_updates} is saved")
-    # A finished run that was asked to stop leaves the scoring to its next attempt. All ranks ask
-    # each other or none does, as they have made the same number of updates.
+    # A finished run that was asked to stop leaves the scoring to its next attempt. `on_any_rank`
+    # waits for a call on every rank: `finished` is the same on all, so that all call it or none.
     if not finished or stop_signal.on_any_rank():
         raise SystemExit(Outcome.STOPPED.value)
     return stop_signal

@@ -4,12 +4,12 @@ Which conversations an update has follows from its step, the seed, the data with
 and the global batch size, which is a multiple of the number of ranks. Packing and an interruption
 change how an update is computed, not what it is.
 
-An update's conversations are put into blocks, whose summed losses have a divisor in common: all of
-them into one, or under `reduce_loss: mean` into blocks of per_device_train_batch_size. (The
-descriptions of `reduce_loss` and of the other options, which are for users, call these blocks
-micro-batches.) Here a micro-batch is what one rank computes at once: a packed row of conversations
-end to end, or padded rows of one conversation each. Each block is split into such micro-batches,
-and these are dealt to the ranks.
+An update's conversations form one block; under `reduce_loss: mean` every
+per_device_train_batch_size of them form a block of their own. The losses of a block are summed, and
+the sum is divided by the block's divisor. (The descriptions of `reduce_loss` and of the other
+options, which are for users, call these blocks micro-batches.) Here a micro-batch is what one rank
+computes at once: a packed row of conversations end to end, or padded rows of one conversation each.
+Each block is split into such micro-batches, and these are dealt to the ranks.
 
 The loss of an update, which its gradient belongs to, is
 
@@ -213,24 +213,25 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
     def _blocks_with_divisors(self, step: int) -> list[Block]:
         """An update's conversations in blocks, each with what its summed loss is divided by.
 
-        The losses of all targets of the update, whichever rank has them, add up to its loss:
+        The loss of an update is a sum over its blocks, whichever ranks compute them. What a block
+        adds to it, with Σ for the sum of the block's losses:
 
-            reduce_loss   loss of the update
-            sum           Σ losses / (ranks · accumulation)
-            token_mean    Σ losses / targets of the update
-            mean          Σ (losses of a block / targets of the block) / (ranks · accumulation)
+            reduce_loss   what a block adds to the loss        the block's divisor
+            sum           Σ / (ranks · accumulation)           accumulation
+            token_mean    Σ / targets of the update            targets of the update / ranks
+            mean          Σ / (targets of the block            targets of the block · accumulation
+                               · ranks · accumulation)
 
-        where accumulation is gradient_accumulation_steps. Under `mean` a block is
-        per_device_train_batch_size conversations, also at the end of an epoch, where an update has
-        fewer blocks than ranks · accumulation, and so a smaller loss.
+        where accumulation is gradient_accumulation_steps. The divisor lacks the factor `ranks`,
+        because the average over ranks divides by it.
 
-        A block's divisor is the table's divided by `ranks`, because the average over ranks divides
-        by `ranks` once more.
+        Under `mean` a block is per_device_train_batch_size conversations, also at the end of an
+        epoch, where an update has fewer blocks than ranks · accumulation, and so a smaller loss.
         """
         conversations = self.conversations_of(step)
-        ranks_times_accumulation = self.ranks * self.train_options.gradient_accumulation_steps
+        accumulation = self.train_options.gradient_accumulation_steps
         if self.train_options.reduce_loss == "sum":
-            return [Block(conversations, ranks_times_accumulation / self.ranks)]
+            return [Block(conversations, float(accumulation))]
         if self.train_options.reduce_loss == "token_mean":
             targets = int(self.target_counts[conversations].sum())
             return [Block(conversations, targets / self.ranks)]
@@ -239,7 +240,7 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
         for start in range(0, len(conversations), size):
             members = conversations[start : start + size]
             targets = int(self.target_counts[members].sum())
-            blocks.append(Block(members, targets * ranks_times_accumulation / self.ranks))
+            blocks.append(Block(members, float(targets * accumulation)))
         return blocks
 
     def split_into_micro_batches(

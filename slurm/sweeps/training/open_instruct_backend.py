@@ -150,8 +150,8 @@ def data_problems(train_options: OpenInstructOptions) -> list[str]:
 def _place_without_messages(file: Path, stamp: FileStamp) -> str | None:
     """Where the first row of a file with this stamp stands, if it has no `messages`.
 
-    Of a file without rows it is the file. The answer is remembered, as a launch asks for it with
-    each run, and a list is read whole.
+    If the file has no rows, this is the file's own name. The answer is remembered, as a launch asks
+    for it with each run, and a list is read whole.
     """
     for place, row in rows(file):
         has_messages = isinstance(row, dict) and "messages" in row

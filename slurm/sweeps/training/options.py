@@ -29,7 +29,8 @@ To add an option:
    so that finetune.py must know it or the patches must add it; tests/patches/test_backend.py lists
    both. If it decides what is trained, `SETTINGS` of smoothed_open_instruct.resume must name it.
 3. An option that holds a path belongs into `sweeps.runs.grid.PATH_KEYS`; one that needs a package,
-   into the `packages` of its backend.
+   into the `packages` of its backend; one with which a run may not be able to start, as where it
+   names a file that is not there, into the backend's `missing`, which refuses the launch.
 4. The columns of tables and `sweeps keys` follow by themselves; slurm/TRAINER.md does not.
 
 To add another way to shard a run, beside DeepSpeed and FSDP:
@@ -42,8 +43,10 @@ To add another way to shard a run, beside DeepSpeed and FSDP:
 3. What the Trainer is told in `hf_arguments` (`Sharding`, `make_arguments`); who reads the weights
    in `model_loading`; when gradients are averaged, and how a checkpoint is written, in
    `hf_trainer`; how whole weights are gathered in `saving`.
-4. In smoothce.hf_patch.anatomy, what tells that weights are not whole while a model's loss is
-   verified: `waits_for_weights` for FSDP2, `partitioned_by` for FSDP2 and ZeRO-3.
+4. smoothce runs a model to verify its loss, and puts that off while a rank lacks weights. So
+   smoothce.hf_patch.anatomy must know when that is: `waits_for_weights` while only the first rank
+   has any, before FSDP2 shards them; `partitioned_by` while each rank has a part, under FSDP2 and
+   ZeRO-3.
 5. Its row in slurm/TRAINER.md, and its name in tests/slurm/test_train_ranks.py and test_nodes.py,
    which compare with one process.
 
@@ -87,6 +90,9 @@ class CommonOptions(Strict):
 
     Those of `label_smoothing`, of `attention_dropout` and of `reduce_loss: token_mean` are added to
     open-instruct's finetune.py by this project's patches.
+
+    A micro-batch of the descriptions is per_device_train_batch_size conversations, which
+    finetune.py computes at once. Backend trainer may compute others at once, see `TrainOptions`.
     """
 
     model_name_or_path: str = option(

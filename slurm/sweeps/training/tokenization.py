@@ -65,7 +65,9 @@ def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
     """
     tokenizer = load_tokenizer(train_options.tokenizer_name or train_options.model_name_or_path)
     name = tokenizer.name_or_path
-    # Its text names what it does, for the cache, and it tells where each token's text begins.
+    # `tokenize_file` needs `backend_tokenizer`: its settings, as a text, go into the fingerprint of
+    # the cached tokens. And only a tokenizer that has one tells where in a conversation each token
+    # begins, by which `encode_conversations` finds the assistant's tokens.
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise InputError(
             f"{name}: the tokenizer is a {type(tokenizer).__name__}, which is not of the library "
