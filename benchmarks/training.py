@@ -9,9 +9,9 @@ with the same tokens, 64 conversations an update, AdamW over fp32 weights with b
 falls linearly from its first update. FOLDER/training.jsonl grows by a row a trial, with its date,
 card, versions and commit; a trial that fails, or a library that is not installed, is a row with its
 reason. The table comes last. What an earlier call left of a trial in FOLDER is deleted when the
-trial begins, its caches and its profile too. Model and tokenizer stay, unless the model's
-shape, the chat template or the conversations are others than before: --steps and --conversations,
-for example, change how many conversations there are.
+trial begins, its caches and its profile too. Model and tokenizer stay, unless the model's shape,
+the chat template or the conversations are others than before: --steps and --conversations, for
+example, change how many conversations there are.
 
 Not the same: the sweeps' trainer packs an update into rows without padding. The others have
 micro-batches of 16 conversations (of 8 with llama-8b), which nothing tunes to the memory that is

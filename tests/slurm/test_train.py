@@ -629,7 +629,7 @@ def mixture(tiny, tmp_path) -> Path:
 
 def test_an_auxiliary_loss_is_refused_before_the_weights_are_read(sweep_file, mixture, capsys):
     train = {"model_name_or_path": str(mixture), "packing": True, "max_train_steps": 1}
-    with pytest.raises(InputError, match=f"{mixture}: its config has output_router_logits: true"):
+    with pytest.raises(InputError, match=f"{mixture}: config.json: output_router_logits: true"):
         finished_run(sweep_file(grid={}, train=train))
     assert "packing: off" not in capsys.readouterr().out
 
@@ -637,8 +637,8 @@ def test_an_auxiliary_loss_is_refused_before_the_weights_are_read(sweep_file, mi
 def test_an_auxiliary_loss_is_refused_before_anything_is_queued(sweep_file, mixture):
     path = sweep_file(grid={}, train={"model_name_or_path": str(mixture)})
     (problem,) = preflight.problems(plan_sweep(path, []), "local")
-    assert problem.startswith(f"train.model_name_or_path: {mixture}: its config has output_router_")
-    assert 'type "output_router_logits": false into its config.json' in problem
+    assert problem.startswith(f"train.model_name_or_path: {mixture}: config.json: output_router_")
+    assert problem.endswith('type "output_router_logits": false there')
     (mixture / "config.json").write_text("{")  # The run itself says what is wrong with it.
     assert preflight.problems(plan_sweep(path, []), "local") == []
 
@@ -657,7 +657,7 @@ def test_an_auxiliary_loss_of_a_model_of_the_hub_is_refused(sweep_file, tmp_path
     config = {"text_config": {"output_router_logits": True}}
     (snapshot / "config.json").write_text(json.dumps(config))
     (problem,) = hf_backend.missing(of_hub, World())
-    assert "owner/mixture: its config has text_config.output_router_logits: true" in problem
+    assert "owner/mixture: config.json, under text_config: output_router_logits: true" in problem
     assert "name that copy as train.model_name_or_path" in problem
 
 

@@ -4,12 +4,12 @@ Which conversations an update has follows from its step, the seed, the data with
 and the global batch size, which is a multiple of the number of ranks. Packing and an interruption
 change how an update is computed, not what it is.
 
-An update's conversations form one block; under `reduce_loss: mean` every
-per_device_train_batch_size of them form a block of their own. The losses of a block are summed, and
-the sum is divided by the block's divisor. (The descriptions of `reduce_loss` and of the other
-options, which are for users, call these blocks micro-batches.) Here a micro-batch is what one rank
-computes at once: a packed row of conversations end to end, or padded rows of one conversation each.
-Each block is split into such micro-batches, and these are dealt to the ranks.
+An update's conversations form one block, or under `reduce_loss: mean` several blocks of
+per_device_train_batch_size conversations. The losses of a block are summed, and the sum is divided
+by the block's divisor. (The descriptions of `reduce_loss` and of the other options, which are for
+users, call these blocks micro-batches.) Here a micro-batch is what one rank computes at once: a
+packed row of conversations end to end, or padded rows of one conversation each. Each block is split
+into such micro-batches, which have its divisor, and these are dealt to the ranks.
 
 The loss of an update, which its gradient belongs to, is
 

@@ -63,20 +63,20 @@ def auxiliary_loss_problem(model: str, config: Mapping[str, Any]) -> str | None:
     loss that `fit.install_loss` gives to a model is a sum: `patch_trainer` refuses to add them, but
     only once the model is loaded.
     """
-    key = "output_router_logits"
+    place = "config.json"
     text_config = config.get("text_config")  # of a model that also reads images, for example
     if isinstance(text_config, dict):
-        key = "text_config.output_router_logits"
+        place = "config.json, under text_config"
         config = text_config
     if not config.get("output_router_logits"):
         return None
-    instead = 'type "output_router_logits": false into its config.json'
+    instead = 'type "output_router_logits": false there'
     if not Path(model).is_dir():
         instead += ", in a copy of the model, and name that copy as train.model_name_or_path"
     return (
-        f"train.model_name_or_path: {model}: its config has {key}: true, and backend trainer adds "
-        "no auxiliary loss of a mixture of experts to its own; to train without the auxiliary "
-        f"loss, {instead}"
+        f"train.model_name_or_path: {model}: {place}: output_router_logits: true asks for a "
+        "mixture of experts' auxiliary loss, which backend trainer does not add to its own; to "
+        f"train without it, {instead}"
     )
 
 
@@ -87,8 +87,8 @@ def _config_on_disk(model: str) -> dict[str, Any]:
     """
     file = Path(model) / "config.json"
     if not Path(model).exists():
-        # Imported only here, because it reads the variables that say where its cache is, and a
-        # launch sets them as the profile wants them.
+        # The import reads the variables that say where the hub's cache is. A launch sets them as
+        # the profile wants them, so that it may not come earlier.
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
