@@ -246,7 +246,7 @@ def _execute(
             was_asked = True
             _ask_to_stop(run, program)
     written = log.stat().st_size - start
-    lines = tail(log, nodes * LOG_LINES, size=max(1, min(written, nodes * LOG_BYTES)))
+    lines = tail(log, nodes * LOG_LINES, size=min(written, nodes * LOG_BYTES))
     return ProgramEnd(program.returncode, lines, nodes)
 
 
