@@ -192,8 +192,8 @@ class EqualLosses:
     learning_rate: float  # of the part `equal`
     plain: float  # the loss at β = 0 with that learning rate
     smoothed: float  # the loss at β = 0.1 with the chosen learning rate
-    # Whether `smoothed` is above the losses of the grid: none of its rates reaches it at β = 0.
-    # `learning_rate` is then the end of the side that `losses_outwards_from_best` chooses.
+    # Whether `smoothed` is above the grid's losses on that side of its best rate which
+    # `losses_outwards_from_best` chooses. `learning_rate` is then the end of that side.
     smoothed_is_above_grid: bool
     # Whether `smoothed` is below all losses of the grid. `learning_rate` is then its best rate.
     smoothed_is_below_grid: bool
@@ -285,7 +285,8 @@ def equal_rate(study: Study) -> float:
     best_loss, end_loss = float(losses.iloc[0]), float(losses.iloc[-1])
     if wanted > end_loss:
         print(
-            f"{study.model}, equal: no learning rate of the grid reaches a held-out loss of "
+            f"{study.model}, equal: no learning rate of the grid from the best one, "
+            f"{losses.index[0]:g}, to {losses.index[-1]:g} reaches a held-out loss of "
             f"{wanted:.4f} at β = 0; takes {losses.index[-1]:g}, where it is {end_loss:.4f}",
             file=sys.stderr,
         )

@@ -94,7 +94,10 @@ def equal_loss_lines(study: Study) -> list[str]:
         f"a learning rate of {losses.learning_rate:g}"
     )
     if losses.smoothed_is_above_grid:
-        line += ", the end of the grid, since no rate of the grid reaches the loss of β = 0.1"
+        line += (
+            ", an end of the grid, since no rate from its best one to there reaches the loss of "
+            "β = 0.1"
+        )
     elif losses.smoothed_is_below_grid:
         line += ", the best of the grid, since its rates all have a larger loss than β = 0.1"
     return [f"{line}.", ""]

@@ -259,6 +259,24 @@ def test_a_loss_below_all_of_the_grid_is_told(study, capsys):
     )
 
 
+def test_a_loss_that_only_the_other_side_of_the_grid_reaches_is_told(study, capsys):
+    """It was told that no rate of the grid has a loss of 2.8 or more, but 2e-5 has 3.0."""
+    add_grid(study, {1e-5: (2.0,), 2e-5: (3.0,), 5e-5: (1.0,), 1e-4: (2.5,)})
+    smoothed = RunRecord("recommended", "s", label_smoothing=0.1, seed=0, held_out_loss=2.8)
+    study.store.add(MODEL, smoothed, {})
+    assert parts.equal_rate(study) == 1e-4
+    assert capsys.readouterr().err == (
+        f"{MODEL}, equal: no learning rate of the grid from the best one, 5e-05, to 0.0001 reaches "
+        "a held-out loss of 2.8000 at β = 0; takes 0.0001, where it is 2.5000\n"
+    )
+    equal = RunRecord("equal", "e", label_smoothing=0.0, learning_rate=1e-4, held_out_loss=2.5)
+    study.store.add(MODEL, equal, {})
+    line, _ = report.equal_loss_lines(study)
+    assert line.endswith(
+        "an end of the grid, since no rate from its best one to there reaches the loss of β = 0.1."
+    )
+
+
 def test_an_equal_loss_needs_losses_that_grow(study):
     """Where they fall on the way, several rates have the loss that is sought."""
     add_grid(study, {5e-6: (1.2,), 2e-5: (1.5,), 5e-5: (1.4,), 2e-4: (1.8,)})
@@ -908,7 +926,7 @@ def test_a_loss_that_no_rate_of_the_grid_reaches_is_told(model, rate, capsys):
     """Both published models have their largest loss at that end of the grid."""
     assert parts.equal_rate(Study(model)) == float(rate)
     said = capsys.readouterr().err
-    assert f"{model}, equal: no learning rate of the grid reaches" in said
+    assert f"{model}, equal: no learning rate of the grid from the best one" in said
     assert f"takes {rate}, where it is" in said
 
 
@@ -1147,8 +1165,8 @@ def test_the_report_tells_whether_held_out_losses_are_equal(study):
         study.store.add(MODEL, record, {})
     line, _ = report.equal_loss_lines(study)
     assert line == (
-        "Equal held-out loss: 1.700 at β = 0.1, 1.610 at β = 0 with a learning rate of 2e-05, the "
-        "end of the grid, since no rate of the grid reaches the loss of β = 0.1."
+        "Equal held-out loss: 1.700 at β = 0.1, 1.610 at β = 0 with a learning rate of 2e-05, an "
+        "end of the grid, since no rate from its best one to there reaches the loss of β = 0.1."
     )
     smoothed.held_out_loss = 1.5
     study.store.add(MODEL, smoothed, {})
