@@ -249,16 +249,19 @@ def _with_normalized_logits(path: Path, state: FileState) -> evaluations.Evaluat
     logits but for a constant (Cattelan & Silva 2024; Xia et al. 2025). A run stands in many
     contrasts and is measured once for each `state` of its file, which a new temperature changes.
     """
+    # Sorted by id as `measure` sorts them, so that the resamples pair with those of other files.
     observed = evaluations.in_order(read_records(path))
     scores = measures.scores_of_records(observed, "choices")
     centered = observed.logprobs - observed.logprobs.mean(1, keepdims=True)
     # Where all choices are equally likely, the norm is 0 and the confidence shall be 0.
     scores.confidence = centered.max(1) / np.maximum(np.linalg.norm(centered, axis=1), 1e-12)
-    (value,) = measures.aurc(Sample(scores))
-    resamples = measures.resamples(len(observed), evaluations.RESAMPLES)
-    draws = np.concatenate([measures.aurc(Sample(scores, counts)) for counts in resamples])
+    # A metric returns a number for each sample; the observed questions are one sample.
+    (value,) = measures.aurc(Sample.observed(scores))
+    draws_of_chunks = []
+    for counts in measures.resamples(len(observed), evaluations.RESAMPLES):
+        draws_of_chunks.append(measures.aurc(Sample.resampled(scores, counts)))
     return replace(
         quick_evaluation.load(path, ("aurc",)),
         values={"choices": {"aurc": value}},
-        draws={"choices": {"aurc": draws}},
+        draws={"choices": {"aurc": np.concatenate(draws_of_chunks)}},
     )

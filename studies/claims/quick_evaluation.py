@@ -49,7 +49,9 @@ def ece_floors(path: Path) -> dict[ConfidenceDefinition, float]:
 @cache
 def _ece_floors(path: Path, state: FileState) -> dict[ConfidenceDefinition, float]:
     """`ece_floors`, kept likewise."""
-    samples = evaluations.samples_of(evaluations.in_order(record_files.read(path)))
+    # Sorted by id as `measure` sorts them, so that the same answers are simulated as there.
+    records = evaluations.in_order(record_files.read(path))
+    samples = evaluations.samples_of(records)
     return {
         among: evaluations.floor_tests(sample, ("ece",))["ece"].floor
         for among, sample in samples.items()
