@@ -103,8 +103,9 @@ def over_trained_at_a_temperature(study: Study, scored: list[AnsweredRun]) -> li
     for seed, mmlu in files_by_seed(scored, OVER_TRAINED, "mmlu").items():
         answers = read_records(mmlu)
         record = RunRecord("over-trained-temperature", f"{seed}", label_smoothing=0.0, seed=seed)
+        every_answer = np.ones(len(answers), bool)  # the mask of those that are fitted on
         try:
-            record.temperature, _ = scaling.fit(answers, np.ones(len(answers), bool))
+            record.temperature, _ = scaling.fit(answers, every_answer)
             cross_fitted_answers, _ = cross_fitted(answers)
         except scaling.NoTemperature as error:
             print(f"over-trained-temperature: skipped for {mmlu}: {error}", file=sys.stderr)
@@ -115,6 +116,8 @@ def over_trained_at_a_temperature(study: Study, scored: list[AnsweredRun]) -> li
         logprobs_of_question = dict(
             zip(cross_fitted_answers.ids, cross_fitted_answers.logprobs.tolist(), strict=True)
         )
+        # A temperature of the choices says nothing of all tokens, so that the letters' share among
+        # these is unknown (None), as `scaling.scaled` writes it too.
         rows = [
             {**row, "logprobs": logprobs_of_question[row["id"]], "letter_mass": None}
             for _, row in json_lines(mmlu)

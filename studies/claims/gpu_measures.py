@@ -162,7 +162,8 @@ def nll_and_entropy(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def entropy_temperature(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> float:
     """τ at which the entropy of softmax(z / τ) is its NLL in the mean.
 
-    Where none between the two limits is, it is next to the limit that comes nearest.
+    Where there is none between the two limits, it is next to the lower one if the entropy is the
+    larger of the two at both limits, and next to the upper one if the NLL is.
 
     H − NLL = mean (z_y − Σ_v p_v z_v) / τ changes its sign once, where NLL is least: it is Guo et
     al.'s (2017) temperature. Found by bisection.
