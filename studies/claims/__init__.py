@@ -6,12 +6,12 @@ To add a model:
   studies/gguf/config.yaml does so for a GGUF file of a package index.
 - If its tokenizer has no chat template, or does not write <bos> where the model needs it, add what
   `parts.sweep_overrides` has for Gemma.
-- `python -m studies.claims NAME` then does all parts and steps, with five seeds; a name in
-  `parts.MODELS_WITH_THREE_SEEDS` has three. Without OPEN_INSTRUCT_DIR the part `script` fails, and
-  the others are done all the same. A row of a batch has `train.max_tokens` tokens, which
-  80 GB hold for 1.5B parameters; `train.max_tokens=4096` behind the command halves it. The part
-  `script` fails of that key, which open-instruct's script does not have: name that part in a second
-  command, without the key.
+- `python -m studies.claims NAME` then does all parts and steps. A part has five seeds, or as many
+  as `parts.PARTS` says; a model in `parts.MODELS_WITH_THREE_SEEDS` has three at most. Without
+  OPEN_INSTRUCT_DIR the part `script` fails, and the others are done all the same. A row of a batch
+  has `train.max_tokens` tokens, which 80 GB hold for 1.5B parameters; `train.max_tokens=4096`
+  behind the command halves it. The part `script` fails of that key, which open-instruct's script
+  does not have: name that part in a second command, without the key.
 - For the figure's label, add an entry of `model_labels` in config.yaml. The forest plot draws every
   model that has records of three seeds or more.
 - To publish its records, commit records/NAME.parquet, records/NAME/ and records/manifest.json. The

@@ -80,7 +80,11 @@ def main(
 
 
 def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
-    """Do the parts and steps named, or all; raises InputError naming the parts that failed."""
+    """Do the parts and steps named, or all; raises InputError naming the parts that failed.
+
+    The InputError of a step is raised at once: the steps after it are not done, and the parts that
+    failed before it are not named.
+    """
     os.chdir(REPOSITORY)
     known = [*(part.name for part in PARTS), *STEPS]
     unknown = [name for name in names if name not in known]
@@ -111,8 +115,8 @@ def do_parts(study: Study, names: list[str], overrides: list[str]) -> None:
 def finish_part(study: Study, part: Part, overrides: list[str]) -> bool:
     """Train what a part lacks; returns whether it is whole now. Why it is not goes to stderr."""
     try:
-        changes = sweep_overrides(study, part, overrides)
-        return train(study, part, changes) == 0
+        part_overrides = sweep_overrides(study, part, overrides)
+        return train(study, part, part_overrides) == 0
     except InputError as error:
         # The part has no learning rate, or does not know a key of `overrides`, or lacks a file. The
         # parts after it may do without.

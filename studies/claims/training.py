@@ -24,22 +24,25 @@ SECONDS_BETWEEN_LOOKS = 2
 
 
 def train(study: Study, part: Part, overrides: list[str]) -> int:
-    """Run what has no records, keeping those of each run as it ends; returns the exit code."""
+    """Run what has no records, keeping those of each run as it ends; returns the exit code.
+
+    `overrides` are all that the part changes in config.yaml, which `parts.sweep_overrides` returns.
+    """
     plan = plan_sweep(CONFIG, overrides)
     selections = overrides_of_missing_runs(study, part, plan)
     if not selections:
         return score_missing_baselines(study, part, plan)
     for selection in selections:
         prepare(part, overrides)
-        changes = [*overrides, *selection]
+        launch_overrides = [*overrides, *selection]
         command = [sys.executable, "-m", "sweeps", "launch", str(CONFIG), "--executor", "local"]
         # Leaving this block waits for the launch. An InputError of `keep_records` is therefore told
         # once the launch has ended, and runs that end meanwhile are not kept before the next call.
-        with subprocess.Popen([*command, *changes]) as process:
+        with subprocess.Popen([*command, *launch_overrides]) as process:
             while process.poll() is None:
-                keep_records(study, part, plan_sweep(CONFIG, changes))
+                keep_records(study, part, plan_sweep(CONFIG, launch_overrides))
                 time.sleep(SECONDS_BETWEEN_LOOKS)
-        keep_records(study, part, plan_sweep(CONFIG, changes))
+        keep_records(study, part, plan_sweep(CONFIG, launch_overrides))
         if process.returncode:
             return process.returncode
     return 0
@@ -127,6 +130,7 @@ def rectangles_of(
     2e-5, both with [0.0, 0.1], are in one, and 5e-5 with [0.0] alone is in another. Only the part
     grid has several rates.
     """
+    # First the list of β of each rate; then, the other way round, the rates that share a list.
     smoothings_of_rate: dict[float, list[float]] = {}
     for learning_rate, label_smoothing in pairs:
         smoothings = smoothings_of_rate.setdefault(learning_rate, [])
