@@ -149,7 +149,7 @@ def spans(sentences: Sequence[Sentence]) -> pd.DataFrame:
                 {
                     "sentence": place,
                     "entity_class": entity[2],
-                    "score": 1 - probabilities.get(entity, -np.inf),
+                    "score": 1 - probabilities[entity] if entity in probabilities else np.inf,
                     "is_right": entity in right,
                     "right_in_sentence": len(right),
                     "guessed_in_sentence": guessed_in_sentence,
