@@ -94,6 +94,8 @@ def run(
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     file = config.output / "runs" / f"{digest}.json"
     if not file.exists():
+        # A run from a given start has the same bits however many cores a machine has. The start's
+        # own bits depend on them, since `train_start` takes PyTorch's number of threads.
         torch.set_num_threads(1)
         model = LlamaForCausalLM.from_pretrained(config.output / START)
         rewards: list[float] = []

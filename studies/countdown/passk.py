@@ -59,7 +59,8 @@ def pass_rates(counts: np.ndarray, samples: int, weights: np.ndarray) -> list[st
     """
     rates = []
     for passed in (counts / samples, counts > 0):
-        # (seeds, 1, problems), as `stats.Side` has it: the second axis is metrics, of a mean one.
+        # (seeds, 1, problems), as `stats.Side` has it: its second axis counts metrics, and has the
+        # length 1 where the metric is a mean over the problems, as both of these are.
         rate_of_each_problem = passed[:, np.newaxis].astype(float)
         side = stats.Side(
             values=passed.mean(1),
