@@ -29,7 +29,9 @@ FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 5e-4, torch.b
 FEW_NUMBERS = 16
 FLOOR_OF_FEW = 1e-4
 
-ANY_SHAPE_AND_OPTION = {  # of `check`
+# Keywords of `check`, and what each is drawn from. Those that `check` does not name itself, such as
+# `needs` and the options of the loss, are in its `**options`.
+ANY_SHAPE_AND_OPTION = {
     "n": st.integers(0, 70),
     "v": st.integers(2, 160),
     "d": st.integers(1, 40),
@@ -178,7 +180,10 @@ def check(
 
     Errors are against the reference in wider numbers. The chunked path is held to the reference's
     error in the dtype instead of to that of `torch_loss`. A `filter_eps` must be so small that it
-    drops nothing. An upstream gradient is drawn where there is no reduction, too."""
+    drops nothing. An upstream gradient is drawn where there is no reduction, too.
+
+    `options` go to `gradients`, which takes `needs`, `passes` and `upstream` and hands the others
+    to the loss. A new option of the loss must be computed in `torch_loss`, too."""
     hidden, weight, labels, bias = inputs(n, v, d, dtype, masked, bias, seed)
     ignore_index = options.get("ignore_index", -100)
     labels[labels == -100] = ignore_index
