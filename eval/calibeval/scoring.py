@@ -79,7 +79,7 @@ def score(
 
     Args:
         model: A folder, a name on the hub, or a loaded `transformers` model, which is left as it
-            was.
+            was; it may be wrapped in DistributedDataParallel.
         tokenizer: The model's folder's unless given; a loaded model without a `name_or_path` needs
             it.
         tasks: `Task`s, or their keys: {"task": "mmlu", "data": "DATA"}.
@@ -141,7 +141,14 @@ def _describe_model(model: "str | Path | PreTrainedModel", request: Request) -> 
         folder = str(model)
         config = engines.load_config(folder, request.revision)
         return _ModelSource(folder, folder, folder, config)
-    return _ModelSource(model, f"a {type(model).__name__}", model.name_or_path or "", model.config)
+    # DistributedDataParallel has neither a name nor a configuration; its `module` has them.
+    loaded: PreTrainedModel = getattr(model, "module", model)
+    return _ModelSource(
+        model=loaded,
+        name=f"a {type(loaded).__name__}",
+        folder=loaded.name_or_path or "",
+        config=loaded.config,
+    )
 
 
 def _read_input(

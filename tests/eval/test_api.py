@@ -80,6 +80,28 @@ def test_a_model_in_memory_stays_as_it_was(two_tasks, model, tokenizer):
     assert [module.training for module in model.modules()] == before
 
 
+@pytest.fixture
+def process_group(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'process_group'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_of_several_processes_is_the_one_it_wraps(
+    two_tasks, model, tokenizer, tmp_path, process_group
+):
+    """DistributedDataParallel has neither a name nor a configuration of its own."""
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    for name, given in (("plain", model), ("wrapped", wrapped)):
+        calibeval.score(given, tokenizer, two_tasks[:1], out=tmp_path / name)
+    for file in ("mmlu.jsonl", "mmlu.jsonl.meta.json"):
+        plain = (tmp_path / "plain" / file).read_text()
+        assert (tmp_path / "wrapped" / file).read_text() == plain
+
+
 def test_a_model_in_memory_without_a_name_needs_a_tokenizer(two_tasks, model, monkeypatch):
     """The message began with ": cannot be loaded as a tokenizer", which named nothing."""
     monkeypatch.setattr(model, "name_or_path", "")

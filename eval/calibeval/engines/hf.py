@@ -85,8 +85,7 @@ class TransformersEngine:
     ):
         if isinstance(model, str):
             model = load_model(model, dtype, revision)
-        # DistributedDataParallel holds the model that it wraps as `module`.
-        self.model: PreTrainedModel = getattr(model, "module", model)
+        self.model = model
         self.training_modules = [module for module in self.model.modules() if module.training]
         # accelerate puts autocast around the forward for training, and keeps the one without it
         # here. Scores are computed in the weights' own precision, so without autocast.
