@@ -71,7 +71,9 @@ def same_prompts(
 
     A difference would be the prompts' as well. Compared are letters or texts, the chat template
     and the number of examples; with `wording` also the prompts' very words, and how many of them
-    were cut to fit the model. What the records and their sidecars do not say is taken to be alike.
+    were cut to fit the model. What is not known of one of the two is taken to be alike: a file
+    without digests of its prompts may have any wording, and an import of a program that does not
+    tell of chats may be of one.
     """
     conditions_of_b = _conditions(b, wording)
     for name, first in _conditions(a, wording).items():
@@ -85,9 +87,12 @@ def same_prompts(
 
 def _conditions(evaluation: Evaluation, wording: bool) -> dict[str, Any]:
     """How an evaluation's questions were asked; None where that is not known or not wanted."""
+    chat_template = evaluation.chat_template
+    if chat_template is None and evaluation.chat_template_is_known:
+        chat_template = "none"
     return {
         "scoring": evaluation.scoring,
-        "chat template": evaluation.chat_template or "none",
+        "chat template": chat_template,
         "shots": evaluation.shots,
         "prompts": evaluation.prompts_sha256 if wording else None,
         # The digest is of a prompt as it was before it was cut.

@@ -116,9 +116,15 @@ class Evaluation:
     subjects: int = 1  # how many the questions are of
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
     chat_template: str | None = None  # SHA-256 of the template's text; None: not asked in a chat
-    shots: int | None = None  # as `Records` has them
+    chat_template_is_known: bool = True  # as `Records` has it
+    shots: int | None = None  # likewise
     subjects_sha256: str | None = None  # of each question's subject, in the order of the ids
     truncated_prompts: int = 0  # how many lost their beginning, to fit the model
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that were computed, in the order of `METRICS`: all unless some were named."""
+        return tuple(self.values[self.confidences[0]])
 
     @property
     def clusters(self) -> int | None:
@@ -265,8 +271,8 @@ def measure(
         cluster: "subject" to resample whole subjects, not single questions.
         metrics: The names of the metrics that are wanted, by default all. Where some are named,
             `values`, `draws` and `squares` hold these alone, and `floor_tests` and `reliability`
-            are empty, since they take most of the time. `unit_values` holds all metrics, which the
-            sign test of a difference needs.
+            are empty, since they take most of the time. `unit_values` holds all metrics that have
+            an interval, which the sign test of a difference needs.
 
     Raises:
         InputError: There is no metric of a name; or TooFewClusters, of fewer than ten subjects.
@@ -307,6 +313,7 @@ def measure(
         subjects=len(set(records.subjects)),
         cluster=cluster,
         chat_template=records.chat_template,
+        chat_template_is_known=records.chat_template_is_known,
         shots=records.shots,
         subjects_sha256=_json_digest(records.subjects.tolist()),
         truncated_prompts=records.truncated_prompts,

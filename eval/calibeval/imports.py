@@ -13,8 +13,10 @@ counts.
 
 lighteval (`lighteval accelerate … --save-details`): `details_<task>_<time>.parquet` has a row a
 question, with the log-probability of each choice where the task's metric needs them, such as
-`loglikelihood_acc`. Of tasks whose answers are written it has none. It does not say whether the
-model was asked in its chat.
+`loglikelihood_acc`. Of tasks whose answers are written it has none.
+
+Whether the model was asked in its chat is known only where lm-evaluation-harness's results say. Of
+other logs the sidecar says that it is not known, and `compare` takes them as asked in either way.
 
 To add a program, write a function that reads its log as a `Log`, and a `LogFormat` of it that
 `format_of` chooses: by the end of the file's name, so two programs that both write .json would have
@@ -87,6 +89,7 @@ class Log:
     data_set: str  # names the file of its records
     shared: RawRecord  # what all its records have
     samples: list[LogSample]
+    tells_of_chats: bool  # whether no `chat_template` in `shared` means that no chat was asked
     unanswered: int = 0  # samples that hold no answer, and are not among these
 
 
@@ -116,6 +119,7 @@ class _Target:
     rows: list[_LoggedRow] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each log, by its name
     unanswered: int = 0  # samples without an answer
+    tells_of_chats: bool = True  # whether all its logs do
 
 
 def convert(paths: list[Path], out: Path) -> dict[str, int]:
@@ -199,6 +203,7 @@ def _add_log(path: Path, out: Path, targets: dict[Path, _Target]) -> None:
     name = str(path) if path.name in target.digests else path.name
     target.digests[name] = sha256(path)
     target.unanswered += log.unanswered
+    target.tells_of_chats = target.tells_of_chats and log.tells_of_chats
 
 
 def _write(file: Path, target: _Target) -> None:
@@ -206,6 +211,8 @@ def _write(file: Path, target: _Target) -> None:
     rows = [logged.row for logged in target.rows]
     first = rows[0]
     settings: dict[str, Any] = {"engine": target.program, "samples": target.digests}
+    if not target.tells_of_chats:
+        settings[records.TEMPLATE_IS_KNOWN] = False
     if target.unanswered:
         settings["unanswered"] = target.unanswered
         print(
@@ -251,7 +258,7 @@ def read_lm_eval(path: Path) -> Log:
             f"{results.questions}; it was cut short, or is of another run"
         )
     shared = {**results.shared, "model": results.model or path.absolute().parent.name}
-    return Log(split_task(task)[0], shared, samples)
+    return Log(split_task(task)[0], shared, samples, results.tells_of_chats)
 
 
 @dataclass(frozen=True)
@@ -262,6 +269,7 @@ class _Results:
     model: str | None
     delimiter: str | None  # between a prompt and its choices
     questions: int | None
+    tells_of_chats: bool
 
 
 def _lm_eval_results(file: Path, task: str) -> _Results:
@@ -285,7 +293,13 @@ def _lm_eval_results(file: Path, task: str) -> _Results:
             if chat_template is not None:
                 delimiter = ""  # a choice begins the assistant's turn
         questions = results.get("n-samples", {}).get(task, {}).get("effective")
-        return _Results(shared, results.get("model_name"), delimiter, questions)
+        return _Results(
+            shared=shared,
+            model=results.get("model_name"),
+            delimiter=delimiter,
+            questions=questions,
+            tells_of_chats="chat_template_sha" in results,
+        )
     except (ValueError, AttributeError) as error:
         raise InputError(f"{file}: not lm-eval's results ({error})") from error
 
@@ -483,7 +497,13 @@ def read_inspect(path: Path) -> Log:
         LogSample(f"{path}, sample {sample.get('id')}", partial(inspect_row, sample, task))
         for sample in answered
     ]
-    return Log(task, shared, samples, unanswered=len(first_epoch) - len(answered))
+    return Log(
+        task,
+        shared,
+        samples,
+        tells_of_chats=False,
+        unanswered=len(first_epoch) - len(answered),
+    )
 
 
 def _is_unanswered(sample: dict[str, Any]) -> bool:
@@ -580,7 +600,7 @@ def read_lighteval(path: Path) -> Log:
         for number, row in enumerate(rows, start=1)
     ]
     shared = {"model": _lighteval_model(path), "versions": {}}
-    return Log(split_task(task)[0], shared, samples)
+    return Log(split_task(task)[0], shared, samples, tells_of_chats=False)
 
 
 def _lighteval_model(path: Path) -> str:

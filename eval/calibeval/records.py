@@ -34,6 +34,9 @@ ALIKE_WITHOUT_PROMPTS = (*ALIKE, "shots")
 # No model gives less than −1e9; a damaged file's −1e200 would overflow when it is squared.
 LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
 MASS_TOLERANCE = 0.01  # of letters' mass, for the same rounding
+# A setting in the sidecar of another program's records: false where its log does not say whether
+# the model was asked in a chat. Records without a `chat_template` were asked in none otherwise.
+TEMPLATE_IS_KNOWN = "chat_template_is_known"
 
 
 RawRecord = dict[str, Any]  # a record as it is written, before `Record` has checked it
@@ -51,7 +54,8 @@ class Record(BaseModel, strict=True):
     model: Unicode = "?"
     prompt_sha256: Unicode | None = None
     shots: NonNegativeInt | None = None
-    chat_template: str | None = None  # SHA-256 of the template's text; null: not asked in a chat
+    # SHA-256 of the template's text. Null: not asked in a chat, or see `TEMPLATE_IS_KNOWN`.
+    chat_template: str | None = None
     scoring: Literal["letters", "continuation"] = "letters"
     # By what the task's users divide texts' log-probabilities, and metrics do unless told.
     normalise: Literal["sum", "bytes", "characters"] = "sum"
@@ -108,6 +112,7 @@ class Records:
     normalise: str
     subjects: np.ndarray  # (N,) each question's subject
     chat_template: str | None = None
+    chat_template_is_known: bool = True  # if not, they may have been asked in a chat all the same
     # The examples that were wanted before each question, of which a prompt that would not fit has
     # fewer; without a sidecar that says so, the most that any has. None where nobody knows.
     shots: int | None = None
@@ -134,7 +139,11 @@ def read(path: Path, normalise: str | None = None) -> Records:
     alike = ALIKE_WITHOUT_PROMPTS if expected_prompts is None else ALIKE
     rows = ((where, checked(Record, raw, where)) for where, raw in json_lines(path))
     records = joined(path, rows, normalise, alike)
-    records = replace(records, shots=settings.get("shots", records.shots))
+    records = replace(
+        records,
+        shots=settings.get("shots", records.shots),
+        chat_template_is_known=settings.get(TEMPLATE_IS_KNOWN, True),
+    )
     expected_questions = about.get("questions", len(records))
     if len(records) != expected_questions:
         found = counted(len(records), "record")

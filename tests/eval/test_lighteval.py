@@ -162,3 +162,17 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path, refused):
     file = tmp_path / "details_x_2026.parquet"
     file.write_text("{}")
     assert "not lighteval's details" in refused("import", file, "--out", tmp_path / "out")
+
+
+def test_whether_a_chat_was_asked_is_not_known(run_folder, tmp_path, run, refused):
+    """The log does not say, so it may be compared with records of a chat and with others."""
+    (file,) = run_folder.glob("details_mmlu*")
+    imported_file = tmp_path / "r.jsonl"
+    run("import", file, "--out", imported_file)
+    # As `calibeval score` would write them, were the prompts the same.
+    plain = write_lines(tmp_path / "plain.jsonl", read_lines(imported_file))
+    of_chat = [{**row, "chat_template": "ab12"} for row in read_lines(imported_file)]
+    in_chat = write_lines(tmp_path / "chat.jsonl", of_chat)
+    assert "asked with chat template 'none' and 'ab12'" in refused("compare", plain, in_chat)
+    run("compare", imported_file, in_chat)
+    run("compare", imported_file, plain)

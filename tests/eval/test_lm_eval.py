@@ -398,6 +398,19 @@ def test_samples_of_a_chat(tmp_path, run):
     assert "letter_mass" in rows[0]
 
 
+def test_whether_a_chat_was_asked_is_known_where_the_results_say(tmp_path, run):
+    samples = read_lines(MMLU)
+    (tmp_path / "silent").mkdir()
+    (tmp_path / "says").mkdir()
+    silent = write_lines(tmp_path / "silent" / MMLU.name, samples)
+    says = with_results(tmp_path / "says", samples, chat_template_sha=None)
+    for log, is_known in ((silent, False), (says, True)):
+        run("import", log, "--out", log.parent / "out")
+        imported = records.read(log.parent / "out" / "mmlu.jsonl")
+        assert imported.chat_template is None
+        assert imported.chat_template_is_known == is_known
+
+
 # Log-probabilities of the top tokens at one place of Inspect's log.
 TOP = [("B", -0.5), (" B", -3.0), ("A", -1.5), ("ANSWER", -4.0), ("the", -6.0)]
 
