@@ -12,7 +12,7 @@ from calibeval import evaluations, stats
 from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import Cluster, Evaluation
 from calibeval.io import InputError
-from calibeval.measures import METRICS, ConfidenceDefinition
+from calibeval.measures import ConfidenceDefinition
 from calibeval.records import Records
 from calibeval.stats import Estimate
 
@@ -49,6 +49,8 @@ def summarize(
 ) -> dict[str, dict[str, Estimate]]:
     """Every metric in each definition of confidence: {confidence: {metric: estimate}}.
 
+    Of an `Evaluation` that was measured for some metrics alone it is these, without their floors.
+
     An estimate is a value with its 95 % interval, or with its floor and p. Where neither is known
     it is the value alone, as of accuracy where all answers are right. The confidence "choices" is
     the probability among the choices; "vocabulary" among all tokens, of letters only.
@@ -62,7 +64,7 @@ def summarize(
     # `among` is a definition of confidence: "choices" or "vocabulary".
     for among in evaluation.confidences:
         estimates[among] = {
-            metric: stats.estimate([evaluation], metric, among) for metric in METRICS
+            metric: stats.estimate([evaluation], metric, among) for metric in evaluation.metrics
         }
     return estimates
 
@@ -83,8 +85,10 @@ def compare(
     that this call makes (`stats.holm`). It is None where the difference does not, and where no
     interval of it is known to cover.
 
-    Raises `InputError` for other questions, and for questions that were asked in other words unless
-    `different_prompts`.
+    Of an `Evaluation` that was measured for some metrics alone only these are compared.
+
+    Raises `InputError` for other questions, for questions that were asked in other words unless
+    `different_prompts`, and for two evaluations without a metric in common.
     """
     evaluation_a = evaluation_of(a, cluster)
     evaluation_b = evaluation_of(b, cluster)
@@ -92,12 +96,19 @@ def compare(
     same_normaliser(evaluation_a, evaluation_b)
     if not different_prompts:
         same_prompts(evaluation_a, evaluation_b)
+    metrics = [metric for metric in evaluation_a.metrics if metric in evaluation_b.metrics]
+    if not metrics:
+        raise InputError(
+            f"{evaluation_a.path} and {evaluation_b.path}: no metric in common; found "
+            f"{', '.join(evaluation_a.metrics)} and {', '.join(evaluation_b.metrics)}; measure "
+            "both for the same `metrics`"
+        )
     comparisons: dict[str, dict[str, Comparison]] = {}
     for among in evaluation_a.confidences:
         if among not in evaluation_b.confidences:
             continue
         comparisons[among] = {
-            metric: _compare_metric(evaluation_a, evaluation_b, metric, among) for metric in METRICS
+            metric: _compare_metric(evaluation_a, evaluation_b, metric, among) for metric in metrics
         }
     made = [one for by_metric in comparisons.values() for one in by_metric.values()]
     for comparison, survives in zip(made, stats.holm([one["p"] for one in made]), strict=True):

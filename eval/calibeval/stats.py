@@ -181,7 +181,8 @@ def estimate(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefiniti
     """Return a metric of one evaluation, or its mean over seeds, with a 95 % interval or a floor.
 
     For a metric that is compared by its square, `rms_debiased`, it is the root of the mean of the
-    squared errors. The value is None where an evaluation has no confidence among these. Raises
+    squared errors. The value is None where an evaluation has no confidence among these. There is
+    no floor where an evaluation has none, as one that was `measure`d for some metrics alone. Raises
     `InputError` where the questions differ.
     """
     same_questions(seeds)
@@ -189,7 +190,8 @@ def estimate(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefiniti
         return Estimate()
     floor = None
     p_calibrated = None
-    if metric in WITH_FLOOR:
+    has_floor = metric in WITH_FLOOR and all(evaluation.floor_tests for evaluation in seeds)
+    if has_floor:
         tests = [evaluation.floor_tests[among][metric] for evaluation in seeds]
         floor = float(np.mean([test.floor for test in tests]))
         # Seeds answer the same questions, so their p-values depend on each other: Bonferroni's

@@ -1,5 +1,6 @@
 """Figures with intervals, several seeds, paired differences, and the command line."""
 
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -246,6 +247,35 @@ def test_some_metrics_are_those_of_all(by_subject):
     assert some.questions_sha256 == every.questions_sha256
     assert not some.floor_tests
     assert not some.reliability
+
+
+def test_some_metrics_are_summarized_and_compared_as_all_are(by_subject):
+    """Their floors were not computed, so that `summarize` and `compare` ended in a KeyError."""
+    names = ["accuracy", "nll", "ece", "rms_debiased"]
+    some = [evaluations.measure(records.read(path), metrics=names) for path in by_subject[:2]]
+    summary = calibeval.summarize(some[0])["choices"]
+    whole_summary = calibeval.summarize(by_subject[0])["choices"]
+    assert list(summary) == names
+    for name in names:
+        without_floor = dataclasses.replace(whole_summary[name], floor=None, p_calibrated=None)
+        assert summary[name] == without_floor
+    compared = calibeval.compare(*some)["choices"]
+    whole_comparison = calibeval.compare(*by_subject[:2])["choices"]
+    assert list(compared) == names
+    for name in names:
+        # "better" is by Holm's correction for as many comparisons as there are.
+        for key in ("a", "b", "difference", "low", "high", "p"):
+            assert compared[name][key] == whole_comparison[name][key]
+    assert list(calibeval.compare(some[0], by_subject[1])["choices"]) == names
+
+
+def test_evaluations_without_a_common_metric_are_refused(by_subject):
+    of_nll, of_ece = (
+        evaluations.measure(records.read(path), metrics=[name])
+        for path, name in zip(by_subject, ("nll", "ece"), strict=False)
+    )
+    with pytest.raises(InputError, match="no metric in common; found nll and ece"):
+        calibeval.compare(of_nll, of_ece)
 
 
 def test_evaluations_are_made_anew_when_records_change(kept):
