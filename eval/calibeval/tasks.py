@@ -80,8 +80,8 @@ def _not_shown(subject: Subject, task: Task) -> list[Question]:
     """The subject's questions that are not among its examples.
 
     A file of examples may hold a question under another id, since one without an id is named by its
-    row. Of a task's own splits only a question with the same id is left out: one that its authors
-    put into both splits, under two ids, is asked.
+    row. Of a task's own splits only a question that is the same in all fields, its id too, is left
+    out: one that its authors put into both splits, under two ids, is asked.
     """
     if not task.examples:
         return [question for question in subject.questions if question not in subject.examples]
@@ -262,7 +262,7 @@ class _Reader:
     def _questions(self, data: str, split: str) -> list[Question]:
         """The questions of a file, or of a split of a folder or of the hub, in the data's order."""
         if data.startswith(HUB):
-            return self._hub_questions(data.removeprefix(HUB), split)
+            return self._hub_questions(data, split)
         path = Path(data)
         if self.task_file.data.has_file_per_subject:
             return self._folder_questions(path, split)
@@ -301,11 +301,14 @@ class _Reader:
             raise InputError(f"{folder}: no folder {pattern.parent.name}/ with files {shown}")
         return questions
 
-    def _hub_questions(self, name: str, split: str) -> list[Question]:
-        """The questions of a data set of the hub, numbered as if each subject were a file."""
-        rows = self._hub_rows(name, split)
+    def _hub_questions(self, data: str, split: str) -> list[Question]:
+        """The questions of a data set of the hub, numbered as if each subject were a file.
+
+        `data` is its name after "hub:", or the folder of a local copy.
+        """
+        rows = self._hub_rows(data, split)
         return questions_from_rows(
-            rows, HUB + name, self.task_file.row, self.task.task, numbers_each_subject=True
+            rows, data, self.task_file.row, self.task.task, numbers_each_subject=True
         )
 
     def _file_name(self, split: str) -> str:
@@ -327,8 +330,8 @@ class _Reader:
         absent: dict[str, Any] = dict.fromkeys(self.task_file.data.optional)
         return {**absent, **row}
 
-    def _hub_rows(self, name: str, split: str) -> Iterator[PlacedRow]:
-        """The rows of a data set of the hub such as cais/mmlu, or of a folder with a copy of it."""
+    def _hub_rows(self, data: str, split: str) -> Iterator[PlacedRow]:
+        """The rows of a data set of the hub such as hub:cais/mmlu, or of a folder with its copy."""
         source = self.task_file.data
         config = None
         if source.config is not None:
@@ -337,18 +340,17 @@ class _Reader:
         try:
             from datasets import load_dataset
 
-            rows = load_dataset(name, config, split=hub_split)
+            rows = load_dataset(data.removeprefix(HUB), config, split=hub_split)
         except (ImportError, OSError, ValueError, KeyError) as error:
-            if not Path(name).is_dir():
-                message = f"{HUB}{name}: cannot be loaded from the hub: {error}"
-                raise InputError(message) from error
+            if data.startswith(HUB):
+                raise InputError(f"{data}: cannot be loaded from the hub: {error}") from error
             file_name = self._file_name(split).replace(ANY_SUBJECT, "<subject>")
             raise InputError(
-                f"{name}: no file {file_name}, and as a copy of a data set of the hub "
+                f"{data}: no file {file_name}, and as a copy of a data set of the hub "
                 f"it cannot be loaded: {error}"
             ) from error
         for number, row in enumerate(rows):
-            yield f"{HUB}{name}, split {hub_split}, row {number}", self._completed(row)
+            yield f"{data}, split {hub_split}, row {number}", self._completed(row)
 
 
 def _is_hub_folder(folder: Path) -> bool:

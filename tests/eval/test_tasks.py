@@ -89,6 +89,22 @@ def test_what_the_hubs_cache_lacks_ends_in_one_error(hub_cache):
         load("mmlu", "hub:cais/mmlu", shots=2)
 
 
+def test_rows_of_a_local_copy_are_named_by_its_folder(tmp_path, monkeypatch):
+    """They were named as of a data set of the hub, "hub:FOLDER"."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: all\n  data_files:\n"
+        "  - {split: test, path: rows.jsonl}\n---\n"
+    )
+    write_lines(folder / "rows.jsonl", [{"question": "q?", "choices": ["a", "b"], "answer": 7}])
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(InputError) as raised:
+        load("mmlu", folder, shots=0)
+    assert str(raised.value).startswith(f"{folder}, split test, row 0: ")
+
+
 # --- HellaSwag ---
 
 
