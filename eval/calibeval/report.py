@@ -142,13 +142,14 @@ class Table:
     lines: list[Line]
     notes: list[str]
 
-    def frame(self) -> pd.DataFrame:
-        """Return the table as text, with bold as Markdown has it."""
+    def frame(self, with_bold: bool = True) -> pd.DataFrame:
+        """Return the table as text, with bold as Markdown has it unless told otherwise."""
         heads = [f"{data_set}: {head}" for data_set, head in product(self.data_sets, self.heads)]
         rows = []
         for line in self.lines:
             labels = [one_line(label) for label in line.labels]
-            rows.append([*labels, line.seeds, *map(str, line.cells)])
+            cells = line.cells if with_bold else [replace(cell, bold=False) for cell in line.cells]
+            rows.append([*labels, line.seeds, *map(str, cells)])
         columns = [one_line(head) for head in (*self.label_heads, SEEDS_HEAD, *heads)]
         return pd.DataFrame(rows, columns=columns)
 
@@ -161,8 +162,7 @@ class Table:
 
     def latex(self) -> str:
         """Return it as a LaTeX `tabular` (booktabs) for XeLaTeX or LuaLaTeX, without bold."""
-        plain = self.frame().replace(r"\*\*", "", regex=True)
-        styled = plain.style.hide(axis="index").format(escape="latex")
+        styled = self.frame(with_bold=False).style.hide(axis="index").format(escape="latex")
         return styled.format_index(escape="latex", axis=1).to_latex(hrules=True)
 
 
@@ -316,10 +316,10 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
     lines = []
     p_values: list[float | None] = []
     for row in results.rows:
-        base = results.reference(row)
-        if base is None:
+        reference = results.reference(row)
+        if reference is None:
             continue
-        pairings = {data_set: pair(base, row, data_set) for data_set in results.data_sets}
+        pairings = {data_set: pair(reference, row, data_set) for data_set in results.data_sets}
         cells = []
         for data_set, column in product(results.data_sets, columns):
             found = pairings[data_set].difference(column)
@@ -378,49 +378,54 @@ def _difference_columns(chosen: Sequence[Column]) -> list[Column]:
 
 @dataclass(frozen=True)
 class Pairing:
-    """The evaluations of two rows on one data set, and how they are compared."""
+    """The evaluations of a row and of its reference on one data set, and how they are compared."""
 
-    first: list[Evaluation]
-    second: list[Evaluation]
+    of_reference: list[Evaluation]
+    of_row: list[Evaluation]
     paired: bool
     count: str  # how many, as tables print it
 
     def difference(self, column: Column) -> stats.Estimate:
-        """Return second − first; no value where one of them has no evaluations."""
-        if not self.first or not self.second:
+        """Return row − reference; no value where one of them has no evaluations."""
+        if not self.of_reference or not self.of_row:
             return stats.Estimate()
-        return stats.difference(self.first, self.second, column.metric, column.among, self.paired)
+        return stats.difference(
+            self.of_reference, self.of_row, column.metric, column.among, self.paired
+        )
 
 
-def pair(first: TableRow, second: TableRow, data_set: str) -> Pairing:
+def pair(reference: TableRow, row: TableRow, data_set: str) -> Pairing:
     """Return the evaluations of both rows: in pairs of common seeds, else all of them.
+
+    `reference` is the row of β = 0 (`Results.reference`). `row` is one that is compared with it,
+    which may be the model before fine-tuning.
 
     Pairs need two seeds in common: a single pair would leave out the other seeds, and with them
     what seeds differ by. Nor is a model before fine-tuning paired by seed: it has none, and one
     that an index gives it is no training's. All evaluations are not paired, unless each row has
     one: these two are a pair, whatever their seeds.
     """
-    evaluations_of_first = first.evaluations.get(data_set, {})
-    evaluations_of_second = second.evaluations.get(data_set, {})
-    common = [seed for seed in evaluations_of_first if seed in evaluations_of_second]
-    is_before_tuning = second.beta is None
+    reference_by_seed = reference.evaluations.get(data_set, {})
+    row_by_seed = row.evaluations.get(data_set, {})
+    common = [seed for seed in reference_by_seed if seed in row_by_seed]
+    is_before_tuning = row.beta is None
     if len(common) > 1 and not is_before_tuning:
         return Pairing(
-            [evaluations_of_first[seed] for seed in common],
-            [evaluations_of_second[seed] for seed in common],
+            [reference_by_seed[seed] for seed in common],
+            [row_by_seed[seed] for seed in common],
             paired=True,
             count=str(len(common)),
         )
-    one_each = len(evaluations_of_first) == len(evaluations_of_second) == 1
+    one_each = len(reference_by_seed) == len(row_by_seed) == 1
     if one_each:
         count = "1"
-    elif evaluations_of_first and evaluations_of_second:
-        count = f"{len(evaluations_of_second)} − {len(evaluations_of_first)}"
+    elif reference_by_seed and row_by_seed:
+        count = f"{len(row_by_seed)} − {len(reference_by_seed)}"
     else:
         count = ""
     return Pairing(
-        list(evaluations_of_first.values()),
-        list(evaluations_of_second.values()),
+        list(reference_by_seed.values()),
+        list(row_by_seed.values()),
         paired=one_each,
         count=count,
     )

@@ -450,6 +450,12 @@ def test_another_models_examples_may_be_dropped_to_fit(
         refused("collect", path, "--out", tmp_path / "out")
 
 
+def test_latex_keeps_the_asterisks_of_a_name(project):
+    """Whatever looked like Markdown's bold was taken out, in labels too."""
+    results = index.read(project(lambda line: {**line, "model": "a**b"}))
+    assert "a**b" in report.main_table(results, report.read_columns("accuracy")).latex()
+
+
 def test_latex_compiles(project, tmp_path):
     model = "a_1 & 50 % {Übung} “C:\\x” [a]"
     results = index.read(project(lambda line: {**line, "model": model}))
