@@ -12,9 +12,9 @@ question or, where clusters are resampled, a cluster. To add a cluster key, such
   `questions.Question`, `questions.QuestionRow` and `task_files.RowTemplates`; `scoring._ids_digest`
   digests it. Importers (`calibeval.imports`) write it where a log tells it.
 - Evaluations: the key's name in `Cluster`, what `_cluster_numbers` makes of it, how many clusters
-  there are (`Evaluation.clusters`) and a digest of each question's one, beside `subjects_sha256`,
-  which `comparable.same_questions` compares. mypy names the functions of this module that do not
-  know a name of `Cluster`.
+  there are (`Evaluation.cluster_count`) and a digest of each question's one, beside
+  `subjects_sha256`, which `comparable.same_questions` compares. mypy names the functions of this
+  module that do not know a name of `Cluster`.
 - Words: `stats.coverage_of`, `report._resampled`, the choices of `__main__.add_cluster`, and the
   pages that tell of `--cluster`.
 
@@ -26,6 +26,7 @@ import hashlib
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -127,13 +128,21 @@ class Evaluation:
         return tuple(self.values[self.confidences[0]])
 
     @property
-    def clusters(self) -> int | None:
+    def cluster_count(self) -> int | None:
         """How many clusters were resampled; None where single questions were."""
         if self.cluster is None:
             return None
         if self.cluster == "subject":
             return self.subjects
         assert_never(self.cluster)
+
+    @property
+    def clusters(self) -> int | None:
+        """What `cluster_count` was called until 0.1."""
+        warnings.warn(
+            "Evaluation.clusters is Evaluation.cluster_count now", FutureWarning, stacklevel=2
+        )
+        return self.cluster_count
 
 
 def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Evaluation:

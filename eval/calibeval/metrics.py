@@ -358,8 +358,8 @@ def _estimate_with_interval(name: str, scores: Scores, clusters: Array | None) -
         metric(Sample.resampled(scores, counts))
         for counts in measures.resamples(questions, evaluations.RESAMPLES, numbers)
     ]
-    count = None if numbers is None else int(numbers.max()) + 1
-    side = stats.Side(values, np.concatenate(drawn)[None], count)
+    cluster_count = None if numbers is None else int(numbers.max()) + 1
+    side = stats.Side(values, np.concatenate(drawn)[None], cluster_count=cluster_count)
     return stats.estimate_mean(side, metric.lowest, metric.highest)
 
 

@@ -31,7 +31,8 @@ Letters, in arrays' shapes and in the formulas of `degrees_of_freedom` and `seed
     C   resampled clusters
     q   variance of the resampled sum, which is due to the questions
     s²  variance of a side's S values, due to the seeds and to the questions
-    o   the part of s² due to the questions, which each seed has for itself (`_own_noise`)
+    o   the part of s² due to the questions and not shared by the seeds: the mean variance of their
+        draws less the mean covariance (`_own_noise`)
     r   Student's quantile of S − 1 degrees of freedom over the normal one
 """
 
@@ -163,7 +164,7 @@ class Side(NamedTuple):
 
     values: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); not finite in resamples of which the metric is not defined
-    clusters: int | None = None  # how many were resampled as a whole; None: single questions
+    cluster_count: int | None = None  # of those resampled as a whole; None: single questions
     # Of each of U resampled units by itself, (S, M, U); None where these are too many to keep.
     # Of a mean M is 1, the metric itself; of another metric they are all metrics with an interval.
     unit_values: np.ndarray | None = None
@@ -346,15 +347,16 @@ def sign_test_p(
     if is_mean and summed_units is not None:
         in_both_directions = _have_both_signs(summed_units)
     else:
-        # Of a rank or an error over bins no unit has a sign of its own: these compare units with
-        # each other. There, and where units are not kept, the sums over resamples tell.
+        # A rank or an error over bins compares units with each other, so no unit has a sign of its
+        # own in it. There, and where units are not kept, the sums over resamples give the sign.
         in_both_directions = _have_both_signs(summed_draws)
     if in_both_directions:
         return None
     if not _differs(summed_draws).any():
         differing_units: float | None = 0
     elif summed_units is not None:
-        # The units that differ in any of the M metrics.
+        # Of a metric that is no mean, `summed_units` holds all metrics with an interval, and a unit
+        # counts as differing if it differs in any of them.
         differing_units = int(_differs(summed_units).any(0).sum())
     else:
         differing_units = _units_by_draws(value, summed_draws)
@@ -401,16 +403,16 @@ def _in_pairs(sides: Sequence[Side]) -> Side:
     return Side(
         values=np.asarray(sum(side.values for side in sides)),
         draws=np.asarray(sum(side.draws for side in sides)),
-        clusters=_clusters(sides),
+        cluster_count=_cluster_count(sides),
         unit_values=unit_values,
         is_mean=all(side.is_mean for side in sides),
     )
 
 
-def _clusters(sides: Sequence[Side]) -> int | None:
+def _cluster_count(sides: Sequence[Side]) -> int | None:
     """How many clusters were resampled, of all sides alike: they are of the same questions."""
-    (clusters,) = {side.clusters for side in sides}
-    return clusters
+    (cluster_count,) = {side.cluster_count for side in sides}
+    return cluster_count
 
 
 def _interval(value: float, sides: Sequence[Side]) -> tuple[float, float] | None:
@@ -419,21 +421,21 @@ def _interval(value: float, sides: Sequence[Side]) -> tuple[float, float] | None
     if not np.isfinite(summed_draws).all():
         return None
     from_mean = quantile(summed_draws, [LOW, HIGH]) - summed_draws.mean()
-    inflation = seed_inflation(sides) * cluster_inflation(_clusters(sides))
+    inflation = seed_inflation(sides) * cluster_inflation(_cluster_count(sides))
     low, high = (value + inflation * from_mean).tolist()
     return low, high
 
 
-def cluster_inflation(clusters: int | None) -> float:
+def cluster_inflation(cluster_count: int | None) -> float:
     """How much wider an interval over C resampled clusters must be than its draws.
 
     sqrt(C / (C − 1)) since the draws vary around the clusters' own mean, times Student's quantile
     of C − 1 degrees of freedom over the normal one (Cameron & Miller 2015, sections II and VI).
     """
-    if clusters is None:
+    if cluster_count is None:
         return 1.0
-    ratio = student_quantile(clusters - 1) / NORMAL_QUANTILE
-    return math.sqrt(clusters / (clusters - 1)) * ratio
+    ratio = student_quantile(cluster_count - 1) / NORMAL_QUANTILE
+    return math.sqrt(cluster_count / (cluster_count - 1)) * ratio
 
 
 def student_quantile(degrees: float) -> float:
@@ -468,9 +470,9 @@ def degrees_of_freedom(sides: Sequence[Side]) -> float:
     question_variance = float(_summed(sides).var(ddof=1))
     total = question_variance
     squares = 0.0
-    clusters = _clusters(sides)
-    if clusters is not None:
-        squares += question_variance**2 / (clusters - 1)
+    cluster_count = _cluster_count(sides)
+    if cluster_count is not None:
+        squares += question_variance**2 / (cluster_count - 1)
     for side in sides:
         seeds = len(side.values)
         if seeds > 1:
@@ -481,7 +483,7 @@ def degrees_of_freedom(sides: Sequence[Side]) -> float:
 
 
 def _own_noise(side: Side) -> float:
-    """The question noise that each seed has for itself.
+    """The question noise that a side's seeds do not share.
 
     It is the mean variance less the mean covariance of the seeds' draws. The covariance is the
     noise that seeds share, since they answer the same questions.
@@ -561,7 +563,7 @@ def _side(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition)
     return Side(
         values=_values(seeds, metric, among),
         draws=np.stack([evaluation.draws[among][metric] for evaluation in seeds]),
-        clusters=seeds[0].clusters,
+        cluster_count=seeds[0].cluster_count,
         unit_values=_unit_values(seeds, metric, among),
         is_mean=METRICS[metric].is_mean,
     )

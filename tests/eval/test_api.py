@@ -309,6 +309,13 @@ def test_names_of_stats_that_moved_are_there_with_a_warning(old, module, new):
         getattr(stats, "nonsense")  # noqa: B009
 
 
+def test_the_number_of_clusters_is_there_by_its_former_name_with_a_warning(two_runs):
+    evaluation = evaluations.measure(two_runs[0], metrics=["accuracy"])
+    clustered = dataclasses.replace(evaluation, cluster="subject", subjects=12)
+    with pytest.warns(FutureWarning, match=r"Evaluation\.clusters is Evaluation\.cluster_count"):
+        assert clustered.clusters == 12
+
+
 @pytest.mark.parametrize(
     ("former", "name"),
     [("null_q95", "floor"), ("p", "p_calibrated"), ("p_none", "p_no_difference")],
