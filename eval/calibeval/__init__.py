@@ -2,7 +2,8 @@
 
     dataset → prompt → engine → records (one a question) → metrics → tables and figures
 
-Stages share only files: every metric recomputes from the records without a model or a GPU.
+Records are all that scoring hands on, as files or in memory: every metric recomputes from them
+without a model or a GPU.
 """
 
 from importlib import import_module

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if command.compares_texts:
+        if command.takes_normalise:
             add_normalise(grammar)
         grammar.add_argument("--json", action="store_true", help="what came out as JSON")
         grammar.set_defaults(run=command.run, continues=command.continues)
@@ -443,15 +443,15 @@ class Command(NamedTuple):
 
     run: Callable[[argparse.Namespace], None]
     add_options: Callable[[argparse.ArgumentParser], None]
-    compares_texts: bool = False  # whether it takes --normalise
+    takes_normalise: bool = False
     continues: bool = False  # whether the same command goes on where it was stopped
 
 
 COMMANDS = {
     "score": Command(run_score, add_score_options, continues=True),
     "import": Command(run_import, add_import_options),
-    "metrics": Command(run_metrics, add_metrics_options, compares_texts=True),
-    "compare": Command(run_compare, add_compare_options, compares_texts=True),
+    "metrics": Command(run_metrics, add_metrics_options, takes_normalise=True),
+    "compare": Command(run_compare, add_compare_options, takes_normalise=True),
     "check": Command(run_check, add_check_options, continues=True),
     "temperature": Command(run_temperature, add_temperature_options),
     "conformal": Command(run_conformal, add_conformal_options),

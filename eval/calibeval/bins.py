@@ -60,7 +60,8 @@ class Segments:
         self._filled_starts = starts[self._filled]
         self._segment_of_place = np.repeat(np.arange(len(starts)), self.sizes)
         self._are_single = bool((self.sizes == 1).all())
-        # Where most segments are of one place, it is quicker to add the other places one by one.
+        # Where most segments are of one place, it is quicker to take the first place of each, and
+        # to add the other places one by one. An empty segment has no first place.
         self._is_first: np.ndarray | None = None
         none_is_empty = len(self._filled) == len(starts)
         if none_is_empty and len(starts) > places / 2:

@@ -3,8 +3,8 @@
     same_questions    the same ids and right answers, resampled alike; of the same subjects too
                       where whole subjects are resampled
     same_normaliser   texts' log-probabilities divided by the same lengths
-    same_prompts      letters or texts, as many examples, the same wording, and as many prompts
-                      that were cut at their beginning to fit the model
+    same_prompts      letters or texts, the same chat template, as many examples, the same wording,
+                      and as many prompts that were cut at their beginning to fit the model
 
 Anything else would be part of a difference that is to be the models' alone. What may stand in one
 file is `calibeval.records`' to say, and which unfinished scoring may go on is `calibeval.store`'s.

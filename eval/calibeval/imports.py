@@ -22,8 +22,8 @@ To add a program, write a function that reads its log as a `Log`, and a `LogForm
 `format_of` chooses: by the end of the file's name, so two programs that both write .json would have
 to be told apart by what is in the file. What a row must hold is `records.Record`'s to say; one
 without `scoring` is of letters. All rows of a file must have the same values of
-`records.ALIKE_WITHOUT_PROMPTS`, `shots` among them. The help of `import` in `__main__`, the error
-of `read_lm_eval` and the page of this folder name the programs too.
+`records.ALIKE_IF_PROMPTS_UNKNOWN`, `shots` among them. The help of `import` in `__main__`, the
+error of `read_lm_eval` and the page of this folder name the programs too.
 """
 
 import hashlib
@@ -50,8 +50,9 @@ from calibeval.validation import checked
 SAMPLES_NAME = re.compile(r"samples_(?P<task>.+?)(?P<time>_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
 # What makes a file's name: a data set's may be anything in a log.
 DATA_SET_NAME = re.compile(r"\w[\w.+=-]{0,199}")
-# Less than the logarithm of the least positive float32, by which an impossible choice (−∞, where a
-# model's softmax in 16 bits comes to 0) is less likely than the question's least likely one.
+# What is added to the log-probability of a question's least likely choice to make that of an
+# impossible one, which has −∞ where a model's softmax in 16 bits comes to 0. It is just below the
+# logarithm of the least positive float32, −103.3.
 IMPOSSIBLE = -104.0
 MMLU_SUBJECTS = (
     *("abstract_algebra", "anatomy", "astronomy", "business_ethics", "clinical_knowledge"),
@@ -153,7 +154,7 @@ def _refuse_unlike_records(
     """
     first_place, first = placed_records[0]
     for logged, (place, record) in zip(target.rows, placed_records, strict=True):
-        for key in records.ALIKE_WITHOUT_PROMPTS:
+        for key in records.ALIKE_IF_PROMPTS_UNKNOWN:
             value = getattr(record, key)
             first_value = getattr(first, key)
             if value == first_value:

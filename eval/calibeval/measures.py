@@ -25,10 +25,10 @@ imports is not looked at: after a change there, delete the `*.stats.json`.) What
 
 - Tell its definition in eval/METRICS.md. If its row says "interval", run
   tests/eval/interval_coverage.py; if it is a mean over the questions, say `is_mean`.
-- For arrays, write a function of its name in `calibeval.metrics`, decorated as `nll` there if it
-  has an interval and as `ece` if it has a floor and bins, and list the name in that module's
-  `__all__`. `mcb`, `dsc` and `rms_hendrycks` are of record files
-  alone.
+- For arrays, write a function of its name in `calibeval.metrics`, and list the name in that
+  module's `__all__`. Decorate it as `nll` there if it has an interval, and as `ece` if it has a
+  floor and bins; with a floor and no bins write it as `smooth_ece`. `mcb`, `dsc` and
+  `rms_hendrycks` are of record files alone.
 - `table.md` shows it where `--columns` or a sweep's `score.columns` names it, and `differences.md`
   does so if it has an interval; the differences of NLL and of the squared errors are always there.
 - Training logs and the line after `calibeval score` have what `SUMMARY` names, the panels of

@@ -345,9 +345,10 @@ def appends_end_token(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 @dataclass(frozen=True)
 class Letters:
-    """The letters' token ids after a context that has lost its last `replaced` tokens.
+    """The letters' token ids after a context.
 
-    What these said is the beginning of every branch.
+    Where `replaced` is not 0, that many last tokens were cut off the context, and each branch
+    begins with the text that they stood for (see `find_letters`).
     """
 
     branches: Branches

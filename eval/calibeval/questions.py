@@ -76,7 +76,7 @@ class QuestionRow(BaseModel, strict=True):
     id: Annotated[str, Field(strict=False, coerce_numbers_to_str=True), AfterValidator(encodable)]
     subject: Unicode = DEFAULT_SUBJECT
     context: Unicode | None = None
-    endings: Seq[Annotated[Text, AfterValidator(encodable)]] | None = None
+    endings: Seq[Text] | None = None
 
     @model_validator(mode="after")
     def _answer_is_a_choice(self) -> "QuestionRow":
@@ -191,6 +191,8 @@ def _described(problem: Problem, row: dict[str, Any], templates: RowTemplates, t
             f'`row: {{{key}: "{{{{ COLUMN }}}}"}}`'
         )
     text = problem.describe()
+    # A problem of no key is of a rule of the whole row. The messages of these rules begin with the
+    # key, as "answer is …" of `QuestionRow._answer_is_a_choice` does.
     key = problem.path[0] if problem.path else text.partition(" ")[0]
     origin = templates.origin(key)
     return f"{text} (row.{key} in {task}: {origin})" if origin else text

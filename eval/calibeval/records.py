@@ -30,7 +30,7 @@ MOST_PROBABILITY = 1.01
 ALIKE = ("scoring", "normalise", "model", "chat_template")
 # Where no sidecar tells the prompts, the number of examples must be the same in all records too.
 # Where one does, fewer examples may stand before a question that would not fit otherwise.
-ALIKE_WITHOUT_PROMPTS = (*ALIKE, "shots")
+ALIKE_IF_PROMPTS_UNKNOWN = (*ALIKE, "shots")
 # No model gives less than −1e9; a damaged file's −1e200 would overflow when it is squared.
 LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
 MASS_TOLERANCE = 0.01  # of letters' mass, for the same rounding
@@ -136,7 +136,7 @@ def read(path: Path, normalise: str | None = None) -> Records:
     about = meta(path)
     settings = about.get("settings") or {}
     expected_prompts = settings.get("prompts_sha256")
-    alike = ALIKE_WITHOUT_PROMPTS if expected_prompts is None else ALIKE
+    alike = ALIKE_IF_PROMPTS_UNKNOWN if expected_prompts is None else ALIKE
     rows = ((where, checked(Record, raw, where)) for where, raw in json_lines(path))
     records = joined(path, rows, normalise, alike)
     records = replace(

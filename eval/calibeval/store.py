@@ -33,11 +33,12 @@ EARLIER_ENGINES = "earlier_engine_settings"
 #
 # The existing file is the finished one where there is one, else the unfinished.
 #
-# So a new option of `request.Task`, which the settings have by itself, must be put into one of
-# these where two of its values can make the same records (`_says_the_same`).
-#
-# Two values of these may lead to the same prompts and the same chat template. What they decide is
-# in `prompts_sha256` and `chat_template_sha256`, which are compared.
+# A new option of `request.Task` is among the settings by itself, as "any other". Where two of its
+# values can make the same records, it must be put into a row above that (`_says_the_same`).
+
+# Two values of one of NEVER_COMPARED, such as two paths of `data`, may lead to the same prompts and
+# the same chat template. What they decide is in `prompts_sha256` and `chat_template_sha256`, which
+# are compared.
 NEVER_COMPARED = (
     "data",
     "split",
@@ -47,9 +48,9 @@ NEVER_COMPARED = (
     "limit",
     "chat_template",
 )
-# Where all digests are the same, two values of these say the same: one task file by two paths, or
-# `turns` where that is the default. Where a digest differs or is not known, they differ in earnest,
-# and the message names them.
+# Where all digests are the same, two values of one of SETTLED_BY_DIGESTS say the same: one task
+# file by two paths, or `turns` where that is the default. Where a digest differs or is not known,
+# they differ in earnest, and the message names them.
 SETTLED_BY_DIGESTS = ("task", "few_shot", "system", "language")
 # All that decides a record besides the weights and the engine; see `scoring._settings_of_items`.
 DIGESTS_AND_NORMALISER = (

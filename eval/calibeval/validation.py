@@ -60,7 +60,9 @@ def encodable(text: str) -> str:
 # Types of fields
 Seq = Annotated[tuple[Item, ...], Field(strict=False)]  # a list in YAML and JSON
 Unicode = Annotated[str, AfterValidator(encodable)]
-Text = Annotated[str, Field(pattern=r"\S")]  # not only white space; see `NOT_EMPTY`
+# Not only white space; see `NOT_EMPTY`. Half of a surrogate pair matches no pattern, so a `Text` is
+# `Unicode` as well.
+Text = Annotated[str, Field(pattern=r"\S")]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
