@@ -157,8 +157,9 @@ def test_older_records_are_not_read_beside_a_newer_sidecar(two_tasks, model, tok
     path = calibeval.score(model, tokenizer, two_tasks[:1], out=tmp_path)["mmlu"].path
     older_records = path.read_bytes()
     with torch.no_grad():
-        model.lm_head.weight += 0.1 * torch.rand_like(model.lm_head.weight)
+        model.lm_head.weight.zero_()  # equal log-probabilities, so that the file has another size
     calibeval.score(model, tokenizer, two_tasks[:1], out=tmp_path)
+    assert path.stat().st_size != len(older_records)
     path.write_bytes(older_records)
     with pytest.raises(InputError, match=r"mmlu.jsonl: \d.* bytes, but mmlu.jsonl.meta.json says"):
         records.read(path)
