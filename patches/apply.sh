@@ -47,7 +47,7 @@ without_blocks() {
         at += size[b]
       }
       while (at <= last) print line[at++]
-    }' "$1" "$2"
+    }' "$1" - < "$2" # not as an argument: awk would take one such as beta=0.1/FILE for an assignment
 }
 
 checkout= action=apply
@@ -107,24 +107,27 @@ cp "$path_in_patches" "$before"
 apply_patches && [ "$(blob_of "$path_in_patches")" = "$blob_after" ] || fail "$damaged"
 cp "$path_in_patches" "$after"
 
-# Matches each patched line that names this package, which they import `as ours`; those that only go with one (a `break`)
-# it misses. A variable `ours` of the checkout's own matches too, and is refused: it would hide the import.
-patch_call=' as ours$|\bours\.'
-strange=$(grep -E "$patch_call" "$target" | grep -vxF -f <(grep -E "$patch_call" "$after") || true)
-[ -z "$strange" ] ||
-  fail "$file in $checkout holds lines of another version of these patches, or a variable \`ours\` of its own, which would hide their import: rename that, or undo them with the apply.sh that came with them, or patch a second checkout ($get):"$'\n'"$strange"
+# Matches a line that names this package, which the patches import `as ours`. Not all of the patches' lines do: a `break`
+# that they add goes unseen here.
+names_ours=' as ours$|\bours\.'
+# The checkout's lines that name `ours` and are not lines of `after`. They are another version's of these patches, or of a
+# variable `ours` of the checkout's own, which would hide the import.
+unknown_lines=$(grep -E "$names_ours" "$target" | grep -vxF -f <(grep -E "$names_ours" "$after") || true)
+[ -z "$unknown_lines" ] ||
+  fail "$file in $checkout holds lines of another version of these patches, or a variable \`ours\` of its own, which would hide their import: rename that, or undo them with the apply.sh that came with them, or patch a second checkout ($get):"$'\n'"$unknown_lines"
 
 patched_already=no
 cp "$target" "$unpatched"
-if grep -qE "$patch_call" "$target"; then
+if grep -qE "$names_ours" "$target"; then
   patched_already=yes
   # Where lines of the patches are missing, `merged` differs from the checkout's file below, and it is refused.
   without_blocks <(diff "$before" "$after") "$target" > "$unpatched" || cp "$target" "$unpatched"
 fi
 runner="The runner needs no line of it changed: python -m smoothed_open_instruct $checkout …"
-# Where they clash, the checkout's own lines are shown, with "..." after each clash. After the 40th line nothing more is
-# shown.
-if ! git merge-file -p --quiet "$unpatched" "$before" "$after" > "$merged"; then
+# Where the checkout's changes and the patches clash, the checkout's own lines are shown, with "..." after each clash. After
+# the 40th line nothing more is shown. The style of conflicts is set since the user's may be diff3, which
+# prints the lines of `before` as well.
+if ! git -c merge.conflictStyle=merge merge-file -p --quiet "$unpatched" "$before" "$after" > "$merged"; then
   clash=$(awk '
     /^<<<<<<< / { mine = 1; next }
     /^=======$/ { mine = 0 }
