@@ -385,6 +385,34 @@ def test_the_callback_refuses_another_ignore_index():
         SmoothingCallback(label_smoothing=0.1, ignore_index=5)
 
 
+@pytest.mark.parametrize("when", ["before training", "while it trains"])
+@pytest.mark.parametrize("way", ["callback", "patch_trainer"])
+def test_another_ignore_index_of_a_later_patch_model_is_refused(way, when, tmp_path):
+    """The trainer would divide by a number of labels among which are those that do not count."""
+    if way == "callback":
+        trainer = with_callback(tmp_path, model=tiny())
+    else:
+        trainer = patch_trainer(trainer_without(tmp_path), label_smoothing=BETA)
+
+    def patch_again(*args, model=None, **kwargs):
+        patch_model(model, label_smoothing=BETA, ignore_index=5)
+
+    if when == "before training":
+        patch_again(model=trainer.model)
+    else:
+        trainer.args.max_steps = 2
+        patching_again = transformers.TrainerCallback()
+        patching_again.on_step_end = patch_again
+        trainer.add_callback(patching_again)
+    said = r"ignore_index=5.*patch_trainer\(trainer, ignore_index=-100\)"
+    with pytest.raises(ValueError, match=said):
+        trainer.train()
+    if when == "while it trains":
+        trainer.remove_callback(patching_again)
+    patch_trainer(trainer, ignore_index=-100).train()
+    assert trainer.state.global_step == trainer.args.max_steps
+
+
 def test_the_callback_refuses_a_trainer_that_smooths_by_itself(tmp_path):
     with pytest.raises(ValueError, match="leave the factor at 0"):
         with_callback(tmp_path, model=tiny(), arguments={"label_smoothing_factor": 0.1})

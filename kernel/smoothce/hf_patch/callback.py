@@ -9,9 +9,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import Unpack
 
 from smoothce.hf_patch.anatomy import CausalModel, unwrapped
+from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.model_forward import ModelForward, other_loss_of
 from smoothce.hf_patch.patching import patch_model
 from smoothce.hf_patch.settings import (
+    UPSTREAMS_IGNORE_INDEX,
     PatchSettings,
     differences_from_upstream,
     shows_settings,
@@ -21,6 +23,9 @@ from smoothce.hf_patch.trainer import refuse_arguments, refuse_ignore_index
 
 class LossWatch(TrainerCallback):
     """Raises ValueError where a Trainer trains another model than the patched one, or around it.
+
+    It also raises where a later `patch_model` has made the model leave out labels that the Trainer
+    counts.
 
     `patch_trainer` adds one to the trainer, whose model may be another by the time it trains."""
 
@@ -46,11 +51,16 @@ class LossWatch(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.model_forward is not None:
-            # It is asked for anew: whoever has unpatched the model since does without the loss.
-            self.model_forward = ModelForward.of(self.model_forward.causal)
-        if self.model_forward is not None:
-            self.model_forward.gave_loss_in_training = False
+        if self.model_forward is None:
+            return
+        # It is looked up at each step. A model that its owner has unpatched since is not watched
+        # any more, until training begins anew.
+        self.model_forward = ModelForward.of(self.model_forward.causal)
+        if self.model_forward is None:
+            return
+        # A `patch_model` since the last step may have brought another index.
+        _refuse_ignore_index_of_later_patch(self.model_forward)
+        self.model_forward.gave_loss_in_training = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -79,7 +89,8 @@ class SmoothingCallback(LossWatch):
     without smoothing.
 
     Raises ValueError for a trainer that would train another loss: when it is made, when it begins
-    to train, or after a step that did not ask the model for its loss. Raises TypeError without
+    to train, before a step where a later `patch_model` has given the model another `ignore_index`,
+    or after a step that did not ask the model for its loss. Raises TypeError without
     `label_smoothing`, and what `patch_model` raises.
     """
 
@@ -138,6 +149,25 @@ class SmoothingCallback(LossWatch):
                 f"{shown_settings}) once it is made"
             )
         refuse_arguments(args)
+
+
+def _refuse_ignore_index_of_later_patch(model_forward: ModelForward) -> None:
+    """Raises ValueError for an `ignore_index` by which no Trainer counts labels.
+
+    `patch_trainer` and `SmoothingCallback` refuse one themselves. A `patch_model` that is called
+    after them does not know of the trainer."""
+    head_forward = HeadForward.of(model_forward.fused.head)
+    if head_forward is None:  # the head was replaced since, which the model's forward refuses
+        return
+    index = head_forward.settings.options.ignore_index
+    if index != UPSTREAMS_IGNORE_INDEX:
+        raise ValueError(
+            f"the trainer's model was patched again by patch_model with ignore_index={index}, and "
+            f"the trainer divides the loss by the number of labels that are not "
+            f"{UPSTREAMS_IGNORE_INDEX}: give {UPSTREAMS_IGNORE_INDEX} to the labels that shall not "
+            "count, and call smoothce.patch_trainer(trainer, "
+            f"ignore_index={UPSTREAMS_IGNORE_INDEX}), which keeps the other settings"
+        )
 
 
 def _model_forward_of(model: nn.Module) -> ModelForward | None:

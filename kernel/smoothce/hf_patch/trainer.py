@@ -33,9 +33,9 @@ def patch_trainer(trainer: AnyTrainer, **keywords: Unpack[PatchSettings]) -> Any
 
     Raises ValueError for a loss of the trainer's that this one cannot be, for a factor that is
     neither 0 nor the β, for a trainer with a `model_init`, which makes another model when it
-    trains, and what `patch_model` raises. The trainer raises ValueError when it trains another
-    model than the patched one, or after a step that did not ask the model for its loss, where the
-    settings change that loss.
+    trains, and what `patch_model` raises. When it trains, the trainer raises ValueError for another
+    model than the patched one, for an `ignore_index` that a later `patch_model` has brought, and
+    after a step that did not ask the model for its loss, where the settings change that loss.
     """
     trainer_: Any = trainer
     causal = unwrapped(trainer_.model)
@@ -61,7 +61,8 @@ def patch_trainer(trainer: AnyTrainer, **keywords: Unpack[PatchSettings]) -> Any
 
 def _watch(trainer: Any) -> None:
     """Have the trainer check, when it trains, that it trains the patched model by its loss."""
-    # It is imported here since it imports transformers, which `patch_model` does without.
+    # It is imported here since it imports transformers, which `patch_model` does without, and since
+    # it imports this module.
     from smoothce.hf_patch.callback import LossWatch
 
     callbacks = trainer.callback_handler.callbacks
@@ -111,7 +112,9 @@ def refuse_ignore_index(keywords: PatchSettings) -> None:
     index = keywords.get("ignore_index", UPSTREAMS_IGNORE_INDEX)
     if index != UPSTREAMS_IGNORE_INDEX:
         raise ValueError(
-            f"ignore_index must be {UPSTREAMS_IGNORE_INDEX}, the trainer's, not {index}"
+            f"ignore_index must be {UPSTREAMS_IGNORE_INDEX}, the trainer's, not {index}: give "
+            f"{UPSTREAMS_IGNORE_INDEX} to the labels that shall not count, and pass "
+            f"ignore_index={UPSTREAMS_IGNORE_INDEX}"
         )
 
 
