@@ -85,7 +85,8 @@ class WatchedAttribute(NamedTuple):
 
 
 def read_scales_and_caps(causal: CausalModel) -> tuple[WatchedAttribute, ...]:
-    """Every such attribute, there or not, of the model and of its configurations.
+    """The attributes of the names SCALES and CAPS, there or not, of the model and of its
+    configurations.
 
     A model may copy a number out of its configuration when it is made, and not look there again."""
     attributes = []
@@ -213,9 +214,12 @@ def fitted(ramp: Tensor, logits: Tensor, precision: float) -> LogitMap:
     uncapped = abs(scale) * RAMP_END
     if uncapped - largest <= max(1e-4, precision) * largest or not math.isfinite(scale):
         return LogitMap(logit_scale=_six_digits(slope(ramp, logits)))
+    # Scale and cap are unknown. If the scale is known, the largest logit tells the cap; if the cap
+    # is known, the logit nearest to zero, which it bends a little, tells the scale. Found in turn,
+    # each from the other, they settle.
     cap = largest
-    for _ in range(20):  # each is found from the other: the cap bends even a small logit a little
-        cap = _cap_of(abs(scale) * RAMP_END, largest)
+    for _ in range(20):
+        cap = _softcap_between(abs(scale) * RAMP_END, largest)
         if abs(small_logit) < cap:
             scale = cap * math.atanh(small_logit / cap) / small
     return LogitMap(logit_scale=_six_digits(scale), softcap=_six_digits(cap))
@@ -230,8 +234,8 @@ def slope(inputs: Tensor, outputs: Tensor) -> float:
     return (inputs.dot(outputs) / inputs.dot(inputs)).item()
 
 
-def _cap_of(uncapped: float, capped: float) -> float:
-    """The cap that makes one of the other."""
+def _softcap_between(uncapped: float, capped: float) -> float:
+    """The softcap for which softcap · tanh(uncapped / softcap) is `capped`, by bisection."""
     low, high = capped, 1e6
     for _ in range(100):
         cap = (low + high) / 2

@@ -25,9 +25,9 @@ from smoothce.hf_patch.verification import CannotRun, VerifiedLoss, verify
 class ModelForward:
     """A patched model's forward: `FusedForward` in training with labels, and else upstream's.
 
-    Upstream is transformers, whose forward of the model's class still runs without labels, and in
-    evaluation, unless that is to do without logits. Its signature stays, by which Trainers pick
-    columns.
+    Upstream's is the one that the model's class has in transformers. It runs without labels, and in
+    evaluation; but with `eval_logits=False` evaluation with labels is fused too. Its signature
+    stays, by which Trainers pick columns.
 
     Two attributes say what happens around it: `is_running`, while it runs, for `DecoderHook`; and
     `gave_loss_in_training`, which `callback.LossWatch` takes back when an update begins, to see

@@ -49,13 +49,15 @@ def forward_before_trls(trls_forward: Callable[..., Any]) -> Callable[..., Any]:
 def refuse_other_trainers(trainer: Any) -> None:
     """Raises ValueError for TRL's trainers of losses of their own, such as its DPOTrainer, and for
     the SFTTrainer of a version that asks its model for the loss in another way."""
-    trls = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
-    if not trls:
+    trl_classes = [
+        base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")
+    ]
+    if not trl_classes:
         return
-    if "SFTTrainer" not in trls:
+    if "SFTTrainer" not in trl_classes:
         raise ValueError(
-            f"TRL's {trls[0]} computes a loss of its own, which would ignore label_smoothing; "
-            "only its SFTTrainer trains with this one"
+            f"TRL's {trl_classes[0]} computes a loss of its own, which would ignore "
+            "label_smoothing; only its SFTTrainer trains with this one"
         )
     output_class = getattr(sys.modules.get(OUTPUT_MODULE), OUTPUT_CLASS, None)
     if output_class is None or not _field_names(output_class) >= OUTPUT_FIELDS:
@@ -81,9 +83,11 @@ def trl_output(
 
     Of log_probs TRL reads the sum alone, which must be minus the summed loss. So what is returned
     under that name are not log probabilities: to each of them an equal share of what their sum
-    lacks is added. The gradient is that of the summed loss, which
-    `linear_cross_entropy` makes in its forward by default. That of a loss per token it would in
-    general make in the backward, by one more matrix product.
+    lacks is added.
+
+    That is done for speed. True log probabilities would be one loss for each token, whose gradient
+    `linear_cross_entropy` would in general make in its backward, by one more matrix product. The
+    gradient of one summed loss it makes in its forward by default.
     """
     log_probability = result.statistics.log_probability
     assert log_probability is not None  # there are labels
