@@ -89,7 +89,7 @@ class Monitor:
         All of them are of the updates since the last line, or since a resume: the mean loss
         (upstream's sum begins again with each epoch), the mean gradient norm before clipping and
         the largest one, the share of updates that were clipped, and tokens per second over all
-        ranks.
+        ranks. An update of which DeepSpeed gives no norm counts in none of the three of norms.
         """
         if not self.args.log_statistics:
             return

@@ -144,7 +144,9 @@ class Checkpoints:
 def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
     """Iterate what is left of an epoch as the uninterrupted run would have.
 
-    `skipped` is how many of the epoch's batches `loader` leaves out, as upstream has told it.
+    `loader` is what `accelerator.skip_first_batches` has just given upstream, and `skipped` the
+    number of the epoch's first batches that it leaves out. It is 0 where the run continues from the
+    end of an epoch.
 
     The loader is told the epoch, because without the batches already seen it would shuffle as if it
     were epoch 0.
@@ -163,16 +165,36 @@ def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
 
 
 def already_trained(args: Namespace) -> bool:
-    """Whether the output folder holds the finished model of an earlier run of the same job.
+    """Claim the output folder for this job, and tell whether the job's finished model is there.
 
-    A run of another job in that folder, finished or not, is refused, and so is a
-    `keep_last_n_checkpoints` of 0 or None. The folder gets the file SETTINGS_FILE, by which another
-    job is told. Checkpoints that a kill has left beside a finished model are deleted. Where the
-    model is to be overwritten, its mark goes first, and those of the checkpoints.
+    That is the model of an earlier run of the same job, beside which a kill may have left
+    checkpoints: they are deleted. `_claim_output_folder` says what else is written and refused.
     """
     if not args.output_dir:
         return False
     output = Path(args.output_dir)
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    _claim_output_folder(output, args, is_first_rank=is_first_rank)
+    if not (output / TRAINED).is_file():
+        return False
+    if is_first_rank:
+        delete(checkpoint_folders(output))
+    print(
+        f"{output} already holds the trained model: nothing to do "
+        "(--overwrite_output_dir trains it again)"
+    )
+    return True
+
+
+def _claim_output_folder(output: Path, args: Namespace, *, is_first_rank: bool) -> None:
+    """Note in the output folder which job's it is, or end the process where it is another one's.
+
+    The first rank makes the folder, and writes the job's settings to its SETTINGS_FILE. Other
+    settings that an earlier run has noted there are another job's, and end the process, whether
+    that run is finished or not; a `keep_last_n_checkpoints` of 0 or None does too. With
+    `--overwrite_output_dir` the folder may be any job's: the marks of its model and of its
+    checkpoints are deleted, so that none of these is taken for this job's.
+    """
     if getattr(args, "keep_last_n_checkpoints", 1) in (None, 0):
         refuse(
             "keep_last_n_checkpoints: 0 keeps nothing to continue from; 1 or more, or -1 for all"
@@ -183,19 +205,9 @@ def already_trained(args: Namespace) -> bool:
             mark.unlink(missing_ok=True)
     else:
         _refuse_another_run(output, settings)
-    is_first_rank = os.environ.get("RANK", "0") == "0"
     if is_first_rank:
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / SETTINGS_FILE, json.dumps(settings, indent=2))
-    if not (output / TRAINED).is_file():
-        return False
-    if is_first_rank:
-        delete(checkpoint_folders(output))
-    print(
-        f"{output} already holds the trained model: nothing to do "
-        "(--overwrite_output_dir trains it again)"
-    )
-    return True
 
 
 def settings_of(args: Namespace) -> dict[str, str]:
