@@ -378,6 +378,12 @@ def test_what_cannot_be_patched(change, options, error, message):
         patch_model(change(tiny()), **options)
 
 
+def test_a_pretraining_tp_of_none_is_that_of_a_model_in_one_part():
+    model = tiny()
+    model.config.pretraining_tp = None
+    patch_model(model)
+
+
 def test_a_sum_beside_an_auxiliary_loss_is_refused():
     with pytest.raises(ValueError, match="output_router_logits"):
         patch_model(tiny("MixtralForCausalLM", output_router_logits=True), reduction="sum")

@@ -97,9 +97,12 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
       `output_router_logits=True`;
     - a forward that is changed in another way is not seen.
 
-    A hook that only looks at logits gets a ramp once, and then the loss in training. Code that is
-    compiled already goes on without what torch does not look at again, which is torch's rule for
-    hooks.
+    A hook that only looks at logits gets a ramp once, and then the loss in training.
+
+    Once torch.compile has compiled the model, two of these changes go unnoticed: another value of a
+    frozen parameter or buffer, and a hook that is put on the head, which is not run either, since
+    torch.compile does not look for hooks again. (One that is there when it compiles anew is
+    refused, unless it is known from before.)
 
     Raises ValueError for a model whose loss is another one and for a setting out of range, and
     TypeError for an unknown setting, for a smoothing target that is no tensor, and for a model that
@@ -114,8 +117,8 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
     decoder_of(causal)
     _refuse_wrapped_forward(causal, name, ModelForward.of(causal))
     _refuse_wrapped_forward(head, head_name, HeadForward.of(head))
-    pretraining_tp = getattr(config_of(causal), "pretraining_tp", 1)
-    if pretraining_tp > 1:
+    pretraining_tp = getattr(config_of(causal), "pretraining_tp", None)
+    if pretraining_tp is not None and pretraining_tp > 1:
         raise TypeError(f"{name} with pretraining_tp={pretraining_tp} is not supported")
     settings = loss_settings(keywords, head.out_features)
     if getattr(config_of(causal), "output_router_logits", False):
@@ -156,9 +159,10 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     # mean here that somebody has taken ours out.
     if runs_another_forward(causal, than=(model_forward,)):
         raise TypeError(f"{name}.forward was wrapped after patch_model; remove the wrapper first")
-    # The head that was patched, though another may be in its place now, and what an adapter that
-    # was put on since holds: the head, or a copy of it.
+    # A patched head's forward may be on several modules. What is the head now may be an adapter of
+    # PEFT's, which holds the patched head or a copy of it, or both.
     modules = set(model_forward.fused.head.modules())
+    # The head that was patched may also be there no more, with another in its place.
     if model_forward.installed_head is not None:
         modules.add(model_forward.installed_head)
     patched_heads = []
