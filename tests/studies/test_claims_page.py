@@ -694,7 +694,7 @@ def test_details_tell_the_other_metrics(published):
 @pytest.mark.parametrize(
     ("row", "quantity"),
     [
-        ("confidences as they are", "aurc"),
+        ("usual confidences", "aurc"),
         ("divided by the norm", "aurc, normalized logits"),
     ],
 )
