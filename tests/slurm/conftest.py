@@ -18,8 +18,10 @@ HERE = Path(__file__).parent
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads only wait for each other
 PYTHONPATH = [str(HERE)]  # where programs find the toy trainer
-if os.environ.get("PYTHONPATH"):
-    PYTHONPATH.append(os.environ["PYTHONPATH"])
+for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    # This folder is there already in a worker of pytest-xdist, whose parent has read this file.
+    if entry not in ("", *PYTHONPATH):
+        PYTHONPATH.append(entry)
 os.environ["PYTHONPATH"] = os.pathsep.join(PYTHONPATH)
 
 
