@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from calibeval import records
+from calibeval import records, task_files
 from calibeval.io import InputError, counted, json_lines, read_text, sha256
 from calibeval.questions import LETTERS
 from calibeval.records import RawRecord
@@ -392,9 +392,9 @@ def lm_eval_row(
     right = float(np.argmax(logprobs) == label)
     if right != float(sample.get("acc", right)):
         raise ValueError(f"acc is {sample['acc']}, but {right} by log-probabilities and target")
-    _, subject = split_task(task)
+    question_id, subject = _id_and_subject(sample, task)
     row = {
-        "id": _lm_eval_id(sample, task, subject),
+        "id": question_id,
         "subject": subject,
         "label": label,
         "logprobs": logprobs,
@@ -461,15 +461,45 @@ def _number_of_choices(requests: list[tuple[str, str]]) -> int:
     return len(requests)
 
 
-def _lm_eval_id(sample: dict[str, Any], task: str, subject: str) -> str:
-    """The id that `calibeval.tasks` gives the same question, as far as the sample knows it."""
+def _id_and_subject(sample: dict[str, Any], task: str) -> tuple[str, str]:
+    """The id and the subject of a sample's question.
+
+    A sample's `doc` is a row of its data set on the hub. Of a task that is built in here, the
+    task's file makes both from it, as it does when `calibeval.tasks` reads the row, so that
+    imported records can be compared with those of `score`. An id that neither the row nor the file
+    gives is the subject and the question's number, there as here.
+
+    A subject that the task's name ends in, as mmlu_anatomy does, is kept. Other tasks, and rows
+    without the columns that the file asks for (data of one's own), have the task's name as subject
+    and that with the number as id. Translations of ARC, such as arc_de, have ids in their rows.
+    """
     document = sample["doc"]
-    if task.startswith("arc_"):
-        return document["id"]
-    number = sample["doc_id"]
-    if task == "hellaswag":
-        number = document.get("ind", number)
-    return f"{subject}/{number}"
+    question_id = None
+    _, subject = split_task(task)
+    builtin_task = _builtin_task(task)
+    if builtin_task is not None:
+        task_file = task_files.read(builtin_task)
+        row = task_file.data.completed(document)
+        if subject == task:  # the name tells no subject
+            with suppress(task_files.UnknownColumn):
+                subject = str(task_file.row.value("subject", row) or subject)
+        with suppress(task_files.UnknownColumn):
+            question_id = task_file.row.value("id", row)
+    elif task.startswith("arc_"):
+        question_id = document["id"]
+    if question_id is None:
+        question_id = f"{subject}/{sample['doc_id']}"
+    return str(question_id), subject
+
+
+def _builtin_task(task: str) -> str | None:
+    """The built-in task that asks the same rows as a task of lm-evaluation-harness, if one does."""
+    data_set, _ = split_task(task)
+    if data_set == "leaderboard_mmlu_pro":
+        return "mmlu_pro"
+    if data_set.startswith("global_mmlu_"):  # and the language
+        return "global_mmlu"
+    return data_set if data_set in task_files.BUILTIN_NAMES else None
 
 
 # --- Inspect ---

@@ -186,6 +186,11 @@ class DataSource(_TemplatesInside):
     hub_splits: dict[str, str] = Field(default_factory=dict)
     """The hub's names of splits that are called otherwise in the files."""
 
+    def completed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row with null in the columns that it may lack."""
+        absent: dict[str, Any] = dict.fromkeys(self.optional)
+        return {**absent, **row}
+
     @property
     def has_file_per_subject(self) -> bool:
         """Whether a split has one file for each subject, named by the subject."""
@@ -215,25 +220,27 @@ class RowTemplates(_TemplatesInside):
     """The texts, where they are not the choices."""
 
     def values(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of `questions.QuestionRow`."""
+        """The keys of `questions.QuestionRow` that a row has, by template or as a column."""
+        return {
+            key: self.value(key, row)
+            for key in RowTemplates.model_fields
+            if getattr(self, key) is not None or key in row
+        }
+
+    def value(self, key: str, row: Mapping[str, Any]) -> Any:
+        """The value of one key; None where it has no template and the row no such column."""
+        template = getattr(self, key)
+        if template is None:
+            return row.get(key)
         variables = {**row, "row": row}
-        values: dict[str, Any] = {}
-        for key in RowTemplates.model_fields:
-            template = getattr(self, key)
-            if template is None:
-                if key in row:
-                    values[key] = row[key]
-                continue
-            try:
-                if isinstance(template, Template):
-                    values[key] = template(variables)
-                else:
-                    values[key] = [part(variables) for part in template]
-            except UnknownColumn:
-                raise
-            except FILLING_ERRORS as error:
-                raise ValueError(f"row.{key}: {error}") from error
-        return values
+        try:
+            if isinstance(template, Template):
+                return template(variables)
+            return [part(variables) for part in template]
+        except UnknownColumn:
+            raise
+        except FILLING_ERRORS as error:
+            raise ValueError(f"row.{key}: {error}") from error
 
     def origin(self, key: str) -> str:
         """The template that makes a key's value, as the task file has it; else nothing."""

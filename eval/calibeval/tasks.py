@@ -323,12 +323,7 @@ class _Reader:
         else:
             rows = json_lines(path)
         for place, row in rows:
-            yield place, self._completed(row)
-
-    def _completed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row with null in the columns that it may lack."""
-        absent: dict[str, Any] = dict.fromkeys(self.task_file.data.optional)
-        return {**absent, **row}
+            yield place, self.task_file.data.completed(row)
 
     def _hub_rows(self, data: str, split: str) -> Iterator[PlacedRow]:
         """The rows of a data set of the hub such as hub:cais/mmlu, or of a folder with its copy."""
@@ -350,7 +345,7 @@ class _Reader:
                 f"it cannot be loaded: {error}"
             ) from error
         for number, row in enumerate(rows):
-            yield f"{data}, split {hub_split}, row {number}", self._completed(row)
+            yield f"{data}, split {hub_split}, row {number}", source.completed(row)
 
 
 def _is_hub_folder(folder: Path) -> bool:

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from made_records import read_lines, write_lines
 
-from calibeval import records
+from calibeval import records, task_files, tasks
+from calibeval.imports import lm_eval_row
 from calibeval.io import sha256
+from calibeval.request import Task
 
 # Which choice each of lm-eval's metrics takes: the greatest by this normalization.
 NORMALIZATION_OF_METRIC = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}
@@ -410,6 +412,162 @@ def test_whether_a_chat_was_asked_is_known_where_the_results_say(tmp_path, run):
         assert imported.chat_template is None
         assert imported.chat_template_is_known == is_known
 
+
+# --- Ids of the built-in tasks ---
+
+
+LETTERED = {"text": ["x", "y"], "label": ["A", "B"]}
+TEN_AT_MOST = {"question": "q", "options": ["x", "y"], "answer_index": 1}
+TRANSLATED = {"question": "q", "answer": "B"} | {f"option_{letter}": letter for letter in "abcd"}
+
+# Of each built-in task: what lm-evaluation-harness calls it, and two rows as the hub has them.
+HUB_ROWS = {
+    "arc_challenge": (
+        "arc_challenge",
+        [
+            {"id": "Mercury_7", "question": "q", "choices": LETTERED, "answerKey": "B"},
+            {"id": "Mercury_3", "question": "r", "choices": LETTERED, "answerKey": "B"},
+        ],
+    ),
+    "arc_easy": (
+        "arc_easy",
+        [
+            {"id": "LEAP_7", "question": "q", "choices": LETTERED, "answerKey": "B"},
+            {"id": "LEAP_3", "question": "r", "choices": LETTERED, "answerKey": "B"},
+        ],
+    ),
+    "boolq": (
+        "boolq",
+        [
+            {"question": "q", "passage": "p", "idx": 0, "label": 1},
+            {"question": "r", "passage": "p", "idx": 1, "label": 1},
+        ],
+    ),
+    "commonsense_qa": (
+        "commonsense_qa",
+        [
+            {"id": "1afa", "question": "q", "choices": LETTERED, "answerKey": "B"},
+            {"id": "a7ab", "question": "r", "choices": LETTERED, "answerKey": "B"},
+        ],
+    ),
+    "global_mmlu": (
+        "global_mmlu_full_de_anatomy",
+        [
+            {"sample_id": "anatomy/test/0", "subject": "anatomy", **TRANSLATED},
+            {"sample_id": "anatomy/test/1", "subject": "anatomy", **TRANSLATED},
+        ],
+    ),
+    "hellaswag": (
+        "hellaswag",
+        [
+            {"ind": 24, "activity_label": "a", "ctx": "b", "endings": ["x", "y"], "label": "1"},
+            {"ind": 92, "activity_label": "a", "ctx": "c", "endings": ["x", "y"], "label": "1"},
+        ],
+    ),
+    "mmlu": (
+        "mmlu_anatomy",
+        [
+            {"question": "q", "subject": "anatomy", "choices": ["x", "y"], "answer": 1},
+            {"question": "r", "subject": "anatomy", "choices": ["x", "y"], "answer": 1},
+        ],
+    ),
+    "mmlu_pro": (
+        "leaderboard_mmlu_pro",
+        [
+            {"question_id": 70, "category": "business", **TEN_AT_MOST},
+            {"question_id": 71, "category": "law", **TEN_AT_MOST},
+        ],
+    ),
+    "openbookqa": (
+        "openbookqa",
+        [
+            {"id": "8-376", "question_stem": "q", "choices": LETTERED, "answerKey": "B"},
+            {"id": "8-343", "question_stem": "r", "choices": LETTERED, "answerKey": "B"},
+        ],
+    ),
+    "piqa": (
+        "piqa",
+        [
+            {"goal": "g", "sol1": "x", "sol2": "y", "label": 1},
+            {"goal": "h", "sol1": "x", "sol2": "y", "label": 1},
+        ],
+    ),
+    "truthfulqa_mc1": (
+        "truthfulqa_mc1",
+        [
+            {"question": "q", "mc1_targets": {"choices": ["x", "y"], "labels": [0, 1]}},
+            {"question": "r", "mc1_targets": {"choices": ["x", "y"], "labels": [0, 1]}},
+        ],
+    ),
+}
+
+
+def sample_of(row: dict, number: int) -> dict:
+    """What lm-evaluation-harness logs of a row whose second choice is right."""
+    return {
+        "doc_id": number,
+        "doc": row,
+        "target": "1",
+        "arguments": {
+            "gen_args_0": {"arg_0": "q", "arg_1": " x"},
+            "gen_args_1": {"arg_0": "q", "arg_1": " y"},
+        },
+        "filtered_resps": [["-2.0", "False"], ["-1.0", "False"]],
+        "acc": 1.0,
+    }
+
+
+def test_every_built_in_task_has_rows_here():
+    assert {*HUB_ROWS, "jsonl"} == set(task_files.BUILTIN_NAMES)
+
+
+@pytest.mark.parametrize("task", HUB_ROWS)
+def test_ids_and_subjects_are_those_that_the_built_in_task_gives(task, monkeypatch):
+    """Else `compare` refuses imported records beside those of `score`, as of other questions."""
+    datasets = pytest.importorskip("datasets")
+    lm_eval_task, rows = HUB_ROWS[task]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    language = "de" if task == "global_mmlu" else None
+    subjects = tasks.load(Task(task=task, data="hub:any/name", shots=0, language=language))
+    own = [(question.id, question.subject) for part in subjects for question in part.questions]
+    imported_rows = [
+        lm_eval_row(sample_of(row, number), lm_eval_task, " ") for number, row in enumerate(rows)
+    ]
+    assert [(row["id"], row["subject"]) for row in imported_rows] == own
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "expected"),
+    [
+        ("sciq", {"id": "7"}, "sciq/4"),
+        ("hellaswag_de", {"ind": 24}, "hellaswag_de/4"),
+        ("mmlu_redux_anatomy", {"subject": "anatomy"}, "anatomy/4"),
+        ("arc_de", {"id": "ARC/7"}, "ARC/7"),
+        # Of built-in tasks, on data that lack the ids.
+        ("openbookqa", {}, "openbookqa/4"),
+        ("boolq", {}, "boolq/4"),
+        ("hellaswag", {}, "hellaswag/4"),
+        ("leaderboard_mmlu_pro", {}, "leaderboard_mmlu_pro/4"),
+    ],
+)
+def test_ids_of_what_no_built_in_task_knows(task, row, expected):
+    assert lm_eval_row(sample_of(row, 4), task, " ")["id"] == expected
+
+
+def test_an_import_is_compared_with_own_records(tmp_path, run):
+    _, rows = HUB_ROWS["openbookqa"]
+    samples = [sample_of(row, number) for number, row in enumerate(rows)]
+    log = write_lines(tmp_path / "samples_openbookqa.jsonl", samples)
+    run("import", log, "--out", tmp_path / "imported.jsonl")
+    own_rows = [
+        {"id": row["id"], "subject": "openbookqa", "label": 1, "logprobs": [-3.0, -1.0]}
+        for row in rows
+    ]
+    own = write_lines(tmp_path / "own.jsonl", own_rows)
+    run("compare", tmp_path / "imported.jsonl", own, "--different-prompts")
+
+
+# --- Inspect ---
 
 # Log-probabilities of the top tokens at one place of Inspect's log.
 TOP = [("B", -0.5), (" B", -3.0), ("A", -1.5), ("ANSWER", -4.0), ("the", -6.0)]
