@@ -388,10 +388,11 @@ def unit_values(sample: Sample, clusters: np.ndarray | None = None) -> dict[str,
     """Metrics of each unit that is resampled, a question or a whole cluster, by itself.
 
     These are the metrics that have an interval, (U,) for U units; NaN where one is not defined of a
-    unit. They are for `stats.sign_test_p`, which tests a difference of units that all have one sign
-    by how many these are. It counts them where these values are kept, of up to MOST_COUNTED_UNITS
-    units. Of more it estimates their number from the resamples, which tell it well then, and this
-    returns nothing. `clusters` are as for `resampled_metrics`.
+    unit. `clusters` are as for `resampled_metrics`.
+
+    `stats.sign_test_p` needs the values to count in how many units two evaluations differ. With
+    more than MOST_COUNTED_UNITS units this returns {}, and the test estimates that number from the
+    resamples, which tell it well then.
     """
     numbers = np.arange(len(sample.scores.labels)) if clusters is None else clusters
     units = int(numbers.max()) + 1

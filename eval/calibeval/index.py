@@ -25,7 +25,12 @@ Scalar = bool | int | float | str | None
 
 
 class Entry(BaseModel, strict=True, extra="allow"):
-    """One record file, and what is known of the training behind it; any other key is a scalar."""
+    """One record file, and what is known of the training behind it; any other key is a scalar.
+
+    One such key is `calibrator`, by what a run's answers were recalibrated after training, such as
+    "temperature" (`studies.temperatures` writes it). A line without it is of the model's own
+    answers.
+    """
 
     records: Text  # a path, from the index's folder
     dataset: Text
@@ -278,7 +283,7 @@ def read_lines(index: Path) -> list[IndexedFile]:
             for key, value in line.items()
             if value is not None or key == "label_smoothing"
         }
-        # The line's own seed, since the model makes 1.0 of 1.
+        # The line's own seed: `Entry.seed` is a float, which makes 1.0 of 1.
         files.append(IndexedFile(path, entry.dataset, entry.model, line.get("seed"), keys))
     if not files:
         raise InputError(f"{index}: no lines; expected one JSON object a record file")
@@ -303,7 +308,11 @@ def varying_keys(files: list[IndexedFile]) -> tuple[str, ...]:
 
 
 def _order(row: TableRow) -> tuple[tuple[int, float, str], ...]:
-    """By block, calibrators after β, then whatever else varies; absent before numbers, text."""
+    """What rows are sorted by: their block, then the calibrator, then β, then what else varies.
+
+    So a block's rows without a calibrator come first, in the order of β, and then those with one.
+    Absent values come before numbers, and numbers before texts.
+    """
     keys = dict.fromkeys(("train_data", "model", "calibrator", "label_smoothing", *row.shown))
     return tuple(_sort_key(row.setting.get(key)) for key in keys if key in row.shown)
 

@@ -516,7 +516,8 @@ def smooth_ece(sample: Sample) -> np.ndarray:
     """Smooth calibration error (Błasiok & Nakkiran 2023), as relplot computes it.
 
     Σ_t |Σ_i K_σ(t, p_i)(p_i − y_i)| / Σ_t Σ_i K_σ(t, p_i) over a mesh of t, K_σ the Gaussian kernel
-    reflected at 0 and 1, and σ the least of a binary search with σ ≥ the error at σ.
+    reflected at 0 and 1, and σ the least of a binary search with σ ≥ the error at σ. At each t the
+    denominator has `kernel_smoothing.DENSITY_FLOOR` besides, which changes next to nothing.
     """
     return smooth_ece_at(sample)[0]
 

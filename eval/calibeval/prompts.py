@@ -260,9 +260,10 @@ class ContinuationScoring(ScoringMode):
 
         As lm-evaluation-harness splits them: context and ending are tokenized together and parted
         at the length of the context's own ids; spaces and newlines at the context's end go to the
-        ending, as those do with which a chat's template begins the answer. Where the context's last
-        token would be another with the ending behind it, the ending is parted in that token's
-        middle, and what is left of it is scored, there as here. Letters refuse this.
+        ending, as those do with which a chat's template begins the answer. Where the context's
+        end and the ending's first characters make one token together, the model still reads the
+        context's own tokens, and these characters are neither read nor scored, there as here.
+        Letters refuse this.
         """
         texts = []
         for prompt in prompts:

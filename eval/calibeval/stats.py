@@ -231,10 +231,13 @@ def contrast(
 ) -> Estimate:
     """Return Σ weight × a metric's mean over each term's seeds, with its 95 % interval.
 
-    How far an effect is another one in another setting: (1, b′), (−1, a′), (−1, b), (1, a). If
-    `paired`, the terms' seeds are paired in their order, so the first of each must be alike. Terms
-    with unequal numbers of seeds have no pairs: they are compared without, whatever `paired` says,
-    and whoever prints the estimate must say so, as `calibeval.report` does. A metric that is
+    Two terms are a difference, b − a: (1, b), (−1, a). Four may be a difference of differences,
+    (b′ − a′) − (b − a), by how much an effect is greater in another setting: (1, b′), (−1, a′),
+    (−1, b), (1, a).
+
+    If `paired`, the terms' seeds are paired in their order, so the first of each must be alike.
+    Terms with unequal numbers of seeds have no pairs: they are compared without, whatever `paired`
+    says, and whoever prints the estimate must say so, as `calibeval.report` does. A metric that is
     compared by its square, `rms_debiased`, is taken as the *squared* error (what miscalibration
     adds to the Brier score of the likeliest choice): roots differ irregularly near 0, so no
     interval of theirs is known to cover. Where subjects are resampled, none is known for the
@@ -381,8 +384,10 @@ def _units_by_draws(value: float, summed_draws: np.ndarray) -> float | None:
     It is the smaller of two estimates of this number k:
 
     By the share of the resamples that are 0: a share exp(−k) holds none of k units of many. With
-    k ≤ 3 that is more than 2.5 %, so the interval's end is 0 but for the error of the resamples'
-    mean. Where no resample is 0, k is large, and how large is not known.
+    k ≤ 3 that is more than 2.5 %, so the draws' quantile is 0. `_interval` shifts the draws to have
+    the value as their mean, so the interval then ends a hair beside 0, on either side by chance,
+    and only the sign test can decide. Where no resample is 0, k is too large for that, how large is
+    not known, and the interval decides alone.
 
     By the variance: a unit that differs by x is drawn as often as a Poisson number says, so the
     sum's variance is Σ x², and (Σ x)² / Σ x² is k where all differ by as much, as answers that are

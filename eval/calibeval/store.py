@@ -208,6 +208,8 @@ def _whole_records(file: Path) -> Iterator[tuple[Record, RawRecord]]:
 def _settings_of_records(file: Path) -> dict[str, Any]:
     """The settings that a file's records tell by themselves; none where it has no whole record."""
     for record, _ in _whole_records(file):
+        # A record's `chat_template` is a digest. The option of that name, a name or a file, is in
+        # the settings only.
         return {"normalise": record.normalise, "chat_template_sha256": record.chat_template}
     return {}
 

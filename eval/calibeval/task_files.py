@@ -285,7 +285,8 @@ class HeaderTemplates(_TemplatesInside):
     """
 
     letters: Jinja = Template(
-        # The official formatter puts a space before each word, after one of its own.
+        # Two spaces before the topic: hendrycks/test ends this sentence's "about" with one, and
+        # puts another before each word of the topic.
         "The following are multiple choice questions (with answers) about  {{ topic }}.\n\n"
     )
     letters_in_chat: Jinja | None = None

@@ -275,6 +275,8 @@ class TransformersEngine:
         if not length:
             return Prefix()
         tokens = torch.tensor([group[0].context[:length]], device=self.device)
+        # Only the cache is wanted. The output layer must be given some place, and is given one, so
+        # that it does not make logits of the whole prefix.
         with self._output_layer_at(torch.tensor([[0]], device=self.device)):
             cache = self.forward(input_ids=tokens, use_cache=True).get("past_key_values")
         layers = getattr(cache, "layers", [cache])
