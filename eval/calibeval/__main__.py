@@ -40,7 +40,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
+    top = argparse.ArgumentParser(
+        prog="calibeval",
+        description=calibeval.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         description = inspect.cleandoc(command.run.__doc__ or "")

@@ -10,6 +10,7 @@ import sys
 import pytest
 from made_records import LETTERS_RECORD, mmlu_rows, write_csv
 
+from calibeval.__main__ import parser
 from calibeval.io import atomic_write
 
 
@@ -238,3 +239,10 @@ def test_records_of_other_prompts_than_the_sidecars(command, tmp_path, run, refu
     assert "its prompts are not those that 5.jsonl.meta.json was" in refused("metrics", five)
     (tmp_path / "5.jsonl.meta.json").unlink()
     assert "line 31: shots 0 after 5; expected the same" in refused("metrics", five)
+
+
+def test_the_summary_of_the_help_keeps_its_drawing():
+    """It was folded into the sentences around it."""
+    lines = [line.strip() for line in parser().format_help().splitlines()]
+    drawing = "dataset → prompt → engine → records (one a question) → metrics → tables and figures"
+    assert drawing in lines
