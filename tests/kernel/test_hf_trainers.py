@@ -163,6 +163,40 @@ def test_a_model_patched_by_itself_is_refused_under_trls_trainer(tmp_path):
         plain.train()
 
 
+SUM_UNDER_TRL = r"reduction must be 'mean'.*not 'sum'"
+
+
+@pytest.mark.parametrize("patched_before", [False, True])
+def test_a_sum_is_refused_under_trls_trainer(patched_before, tmp_path):
+    """By each call: an earlier one has taken TRL's forward off the model, but not TRL's loss."""
+    trl = trl_of_fused_heads()
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), **more)
+    if patched_before:
+        patch_trainer(trainer, label_smoothing=0.2)
+    before = dict(vars(trainer.model))
+    with pytest.raises(ValueError, match=SUM_UNDER_TRL):
+        patch_trainer(trainer, reduction="sum")
+    assert vars(trainer.model) == before
+
+
+def test_a_sum_of_a_later_patch_model_is_refused_under_trls_trainer(tmp_path):
+    """In training alone: evaluation is a mean whatever `reduction` is."""
+    trl = trl_of_fused_heads()
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    arguments = sft_config(trl, tmp_path)
+    trainer = trl.SFTTrainer(tiny(), arguments, eval_dataset=trls_rows(), **more)
+    patch_trainer(trainer, label_smoothing=0.2)
+    want = trainer.evaluate()["eval_loss"]
+    patch_model(trainer.model, label_smoothing=0.2, reduction="sum")
+    assert trainer.evaluate()["eval_loss"] == want
+    with pytest.raises(ValueError, match=SUM_UNDER_TRL):
+        trainer.train()
+    # As the message says.
+    patch_trainer(trainer, reduction="mean")
+    trainer.train()
+
+
 def dispatched(model):
     """The model with the hooks that `device_map` puts on it."""
     accelerate = pytest.importorskip("accelerate")

@@ -23,7 +23,7 @@ from smoothce.hf_patch.outputs import (
     refuse_sum_beside_auxiliary_loss,
     weighted_auxiliary_loss,
 )
-from smoothce.hf_patch.trl import trl_output
+from smoothce.hf_patch.trl import refuse_sum, trl_output
 
 # Arguments of a causal model's forward that concern its logits and its loss, not its decoder.
 LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "ignore_index")
@@ -107,6 +107,10 @@ class FusedForward:
         loss_inputs = {name: decoder_inputs.pop(name, None) for name in LOSS_ARGUMENTS}
         options = self.head_forward.settings.options
         _check_loss_inputs(loss_inputs, options.ignore_index)
+        if for_trl and as_in_training:
+            # patch_trainer has refused a sum already. A patch_model that is called after it does
+            # not know of the trainer.
+            refuse_sum(options.reduction)
         wants_dict = decoder_inputs.pop("return_dict", None)
 
         decoder_outputs = decoder_of(causal)(**decoder_inputs, return_dict=True)
@@ -117,8 +121,6 @@ class FusedForward:
             labels = F.pad(loss_inputs["labels"][..., 1:], (0, 1), value=options.ignore_index)
         divisor = loss_inputs["num_items_in_batch"]
         if for_trl:
-            # TRL's loss is a mean of its own, whatever `reduction` is. patch_trainer refuses
-            # reduction="sum"; a patch_model that is called after it does not.
             return self._outputs_for_trl(
                 hidden, labels, divisor, auxiliary, as_in_training=as_in_training
             )

@@ -25,34 +25,36 @@ def patch_trainer(trainer: AnyTrainer, **keywords: Unpack[PatchSettings]) -> Any
     none above 0, the β is `TrainingArguments.label_smoothing_factor`. (Without this call that
     factor makes the Trainer take the labels away from the model and smooth dense logits. TRL will
     remove the factor.) Evaluation reports the loss without smoothing. TRL's own fused head gives
-    way, and its entropy and accuracy come from the same pass as the loss.
+    way, and its entropy and accuracy come from the same pass as the loss; in training with a `loss`
+    of yours they come from a second pass, without gradients.
 
     Returns the trainer. `unpatch_model` undoes what this does to the model, but does not bring
     TRL's fused head back: make the trainer anew for that. A call that is refused leaves model and
     trainer as they were.
 
-    Raises ValueError for a loss of the trainer's that this one cannot be, for a factor that is
-    neither 0 nor the β, for a trainer with a `model_init`, which makes another model when it
-    trains, and what `patch_model` raises. When it trains, the trainer raises ValueError for another
-    model than the patched one, for an `ignore_index` that a later `patch_model` has brought, and
-    after a step that did not ask the model for its loss, where the settings change that loss.
+    Raises ValueError for a loss of the trainer's that this one cannot be, for `reduction="sum"`
+    under TRL, whose loss is a mean, for a factor that is neither 0 nor the β, for a trainer with a
+    `model_init`, which makes another model when it trains, and what `patch_model` raises. When it
+    trains, the trainer raises ValueError for another model than the patched one, for an
+    `ignore_index`, or under TRL a sum, that a later `patch_model` has brought, and after a step
+    that did not ask the model for its loss, where the settings change that loss.
     """
     trainer_: Any = trainer
     causal = unwrapped(trainer_.model)
     keywords = _combined(causal, trainer_.args.label_smoothing_factor, keywords)
     _refuse_other_losses(trainer_, keywords)
+    trls_forward = None
     outermost = vars(causal).get("forward")
     if outermost is not None and trl.is_trls_forward(outermost):
-        if keywords.get("reduction", "mean") != "mean":
-            raise ValueError(f"reduction must be 'mean', TRL's, not {keywords['reduction']!r}")
+        trls_forward = outermost
         # TRL's forward gives way to what it has replaced: the class's, an earlier patch, or
         # accelerate's wrapper of one of them.
-        causal.forward = trl.forward_before_trls(outermost)
+        causal.forward = trl.forward_before_trls(trls_forward)
     try:
         patch_model(trainer_.model, **keywords)
     except BaseException:  # TRL's forward comes back where the call is refused
-        if outermost is not None:
-            causal.forward = outermost
+        if trls_forward is not None:
+            causal.forward = trls_forward
         raise
     trainer_.label_smoother = None
     _watch(trainer_)
@@ -93,8 +95,11 @@ def _combined(causal: CausalModel, factor: float, keywords: PatchSettings) -> Pa
 
 def _refuse_other_losses(trainer: Any, keywords: PatchSettings) -> None:
     """Raises ValueError for what would train another loss than the settings'."""
-    # TRL's version comes first: what is said of arguments would lead nowhere in another one.
+    # TRL's version is looked at first: whoever has a version that cannot be served would change
+    # the arguments as the other messages say, and be refused all the same.
     trl.refuse_other_trainers(trainer)
+    if trl.is_trls_trainer(trainer):
+        trl.refuse_sum(keywords.get("reduction", "mean"))
     refuse_arguments(trainer.args)
     if getattr(trainer, "model_init", None) is not None:
         raise ValueError(

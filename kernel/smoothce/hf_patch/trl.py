@@ -46,14 +46,22 @@ def forward_before_trls(trls_forward: Callable[..., Any]) -> Callable[..., Any]:
     return variables["original_forward"]
 
 
+def _trl_classes_of(trainer: Any) -> list[str]:
+    """The names of TRL's classes that a trainer's class is or derives from, the nearest first."""
+    return [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
+
+
+def is_trls_trainer(trainer: Any) -> bool:
+    """Whether the trainer's class is one of TRL's, or derives from one."""
+    return len(_trl_classes_of(trainer)) > 0
+
+
 def refuse_other_trainers(trainer: Any) -> None:
     """Raises ValueError for TRL's trainers of losses of their own, such as its DPOTrainer, and for
     the SFTTrainer of a version that asks its model for the loss in another way."""
-    trl_classes = [
-        base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")
-    ]
-    if not trl_classes:
+    if not is_trls_trainer(trainer):
         return
+    trl_classes = _trl_classes_of(trainer)
     if "SFTTrainer" not in trl_classes:
         raise ValueError(
             f"TRL's {trl_classes[0]} computes a loss of its own, which would ignore "
@@ -65,6 +73,16 @@ def refuse_other_trainers(trainer: Any) -> None:
             f"the SFTTrainer of TRL {importlib.metadata.version('trl')} does not ask its model for "
             f"a {OUTPUT_CLASS} of {', '.join(sorted(OUTPUT_FIELDS))}, as patch_trainer returns it: "
             f"{ADVICE}"
+        )
+
+
+def refuse_sum(reduction: str) -> None:
+    """Raises ValueError for another reduction than "mean": TRL's loss is a mean of its own, so that
+    a sum would be one in silence."""
+    if reduction != "mean":
+        raise ValueError(
+            f"reduction must be 'mean', as {TRAINER} reduces its loss, not {reduction!r}: call "
+            "smoothce.patch_trainer(trainer, …) with reduction='mean'"
         )
 
 
@@ -91,8 +109,10 @@ def trl_output(
     """
     log_probability = result.statistics.log_probability
     assert log_probability is not None  # there are labels
-    # The only part with a gradient. A batch without labels has no token to share it.
+    # A token that does not count has log_probability 0, so this is the sum over those that do. The
+    # statistics have no gradient: that of log_probs comes from `result.loss` alone.
     lacking = -result.loss - log_probability.sum()
+    # `clamp`: a batch without labels has no token that counts, and so none to share it.
     correction_per_token = lacking / valid.sum().clamp(min=1)
     # TRL, which has asked for this, has imported it; an import here would break a compiled graph.
     output_class = getattr(sys.modules[OUTPUT_MODULE], OUTPUT_CLASS)
