@@ -99,9 +99,15 @@ def runs_another_forward(module: nn.Module, *, than: tuple[Callable[..., Any], .
         return True
     if forward_slot(module) == "forward":
         return False
-    outermost = vars(module).get("forward")  # accelerate's wrapper, or one around it
-    function = getattr(outermost, "func", outermost)  # accelerate's is a functools.partial
-    return getattr(getattr(function, "__code__", None), "co_name", "") != ACCELERATES_WRAPPER
+    # With a hook of accelerate's the slot is inside accelerate's wrapper. So it does not show
+    # whether somebody has put another wrapper around accelerate's, into `forward`.
+    return not _is_accelerates_wrapper(vars(module).get("forward"))
+
+
+def _is_accelerates_wrapper(forward: Callable[..., Any] | None) -> bool:
+    """Whether it is what accelerate's hook puts into `forward`, and not a wrapper around that."""
+    function = getattr(forward, "func", forward)  # accelerate's is a functools.partial
+    return getattr(getattr(function, "__code__", None), "co_name", "") == ACCELERATES_WRAPPER
 
 
 def forward_layers(module: nn.Module) -> Iterator[Callable[..., Any]]:

@@ -23,11 +23,12 @@ from smoothce.hf_patch.verification import CannotRun, VerifiedLoss, verify
 
 
 class ModelForward:
-    """A patched model's forward: `FusedForward` in training with labels, and else upstream's.
+    """A patched model's forward, which runs `FusedForward` or upstream's.
 
-    Upstream's is the one that the model's class has in transformers. It runs without labels, and in
-    evaluation; but with `eval_logits=False` evaluation with labels is fused too. Its signature
-    stays, by which Trainers pick columns.
+    Upstream's is the one that the model's class has in transformers. A call without labels is
+    upstream's. A call with labels is fused in training; in evaluation it is upstream's, unless
+    `eval_logits` is False or TRL asks for its loss (`fused_lm_head=True`): then it is fused too.
+    The signature is upstream's, by which Trainers pick columns.
 
     Two attributes say what happens around it: `is_running`, while it runs, for `DecoderHook`; and
     `gave_loss_in_training`, which `callback.LossWatch` takes back when an update begins, to see
@@ -47,7 +48,7 @@ class ModelForward:
         self.installed_head: nn.Module | None = None
         self.decoder_hook: RemovableHandle | None = None
         self.warnings_given: set[str] = set()
-        # As an attribute of the object: one of the class would be taken for the class's own.
+        # It is the object's and not the class's, since it differs from model to model.
         self.__signature__ = inspect.signature(class_forward(causal))
 
     @classmethod

@@ -43,7 +43,8 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
     | evaluation, `eval_logits=False` | upstream's loss, `logits` is None   | as upstream        |
 
     Upstream's loss is the mean over valid tokens without smoothing, z-loss or a `loss` of yours,
-    whatever `reduction` is. Labels of your `ignore_index` do not count in it either.
+    whatever `reduction` is. Labels of your `ignore_index` do not count in it either. Where TRL's
+    SFTTrainer evaluates, after `patch_trainer`, there are no logits whatever `eval_logits` is.
 
     `labels` (B, T) are shifted by the model as ever, `shift_labels` are shifted already and count
     as labels. (In evaluation with logits upstream's forward gets both as they are, and that of
@@ -106,7 +107,8 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
 
     Raises ValueError for a model whose loss is another one and for a setting out of range, and
     TypeError for an unknown setting, for a smoothing target that is no tensor, and for a model that
-    is wrapped or has no decoder or no linear head.
+    is wrapped, has no decoder or no linear head, has an adapter on its head, or has a
+    `pretraining_tp` above 1 in its configuration.
     """
     causal = unwrapped(model)
     _refuse_wrapped(causal)

@@ -172,9 +172,11 @@ def loss_settings(keywords: PatchSettings, vocabulary: int) -> LossSettings:
 
 
 def _check(settings: LossSettings, vocabulary: int) -> None:
-    """Raises ValueError for settings that are no field of `Options`, and for reduction="none",
-    which `Options` allows and a model does not. A smoothing target that is no tensor raises
-    TypeError."""
+    """Check what `Options` has not checked: the values of `impl`, `eval_logits`, `loss` and
+    `smoothing_target`, which are no fields of it, and that `reduction` is not "none", which it
+    allows and a model does not.
+
+    Raises ValueError for a wrong value, and TypeError for a smoothing target that is no tensor."""
     if settings.options.reduction not in ("mean", "sum"):
         raise ValueError(
             f"reduction must be mean or sum for a model, not {settings.options.reduction!r}"
