@@ -19,7 +19,8 @@ from smoothce.linear_cross_entropy import linear_cross_entropy
 class SmoothedLinearCrossEntropy(LinearCrossEntropy):
     """`linear_cross_entropy` as Automodel's recipes call their losses.
 
-    The options are those of `linear_cross_entropy` under the same names. The reduction is
+    The options have the names that they have in `linear_cross_entropy`, of whose options these are
+    a part: there is no `smoothing_target` and no `impl`, for example. The reduction is
     Automodel's: the sum over labels, divided by the number of the update's labels. Evaluation,
     which is without gradients, has the loss without smoothing and z-loss.
     """

@@ -28,7 +28,8 @@ class SmoothCEArgs(BaseModel):
     )
     smoothce_filter_eps: float | str | None = Field(
         default=None,
-        description="'auto' or a number: a faster backward that leaves out small probabilities.",
+        description="'auto' or a number: a faster gradient, whose small parts are drawn at random. "
+        "It is right on average, and noisy in a step.",
     )
 
 
