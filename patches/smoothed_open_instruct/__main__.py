@@ -4,7 +4,9 @@
     accelerate launch … -m smoothed_open_instruct CHECKOUT ARGUMENTS…
 
 ARGUMENTS are finetune.py's, with `--label_smoothing`, `--loss_impl`, `--filter_eps` and the
-`--reduce_loss` of the patches. Exit status 2, and nothing loaded, where one is wrong.
+`--reduce_loss` of the patches. A wrong value of these ends the process with exit status 2 before
+anything is loaded. So does a finetune.py whose loss cannot be changed from outside; but where its
+call of `accelerator.prepare` alone shows that, the model is loaded by then.
 """
 
 import dataclasses

@@ -1,4 +1,6 @@
-"""The flags that the patches add to finetune.py, which are checked before anything is loaded.
+"""Checks flags that the patches add to finetune.py, before anything is loaded.
+
+`log_statistics`, `stop_file` and `attn_implementation`, which they add too, are not checked here.
 
 patches/README.md says where a new flag goes, under "To change a patch, or to add a flag".
 

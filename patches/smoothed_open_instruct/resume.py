@@ -19,8 +19,9 @@ TRAINED = "TRAINED"  # in the output folder, once it holds the finished model
 COMPLETED = "COMPLETED"  # in a checkpoint that every process has written
 SETTINGS_FILE = "asked.json"
 # The flags that decide what is trained, apart from how it is computed: precision, and kernels that
-# are exact, as each `loss_impl` is. `filter_eps` is among them: it leaves out parts of gradients.
-# Another value of one of them is another run. A flag that the script does not have counts as None.
+# are exact, as each `loss_impl` is. `filter_eps` is among them: it draws parts of gradients at
+# random. Another value of one of them is another run. A flag that the script does not have counts
+# as None.
 SETTINGS = (
     "model_name_or_path",
     "model_revision",

@@ -19,7 +19,10 @@ def training_loss(args: Namespace, accelerator: Any) -> "TrainingLoss | None":
 class Step(NamedTuple):
     """One optimizer step of this process, as its loader gives it.
 
-    `monitor` and `smoothce` call that an update, and `smoothce`'s `steps` are its micro-batches."""
+    `monitor` and `smoothce` call that an update. The argument `steps` of `token_mean_factor` is
+    another thing: the number by which accelerate or DeepSpeed divides each loss. It is
+    `gradient_accumulation_steps` for an epoch's last step too, which may have fewer
+    micro-batches."""
 
     micro_batches: list[dict[str, Tensor]]
     ends_epoch: bool
@@ -91,7 +94,7 @@ class TrainingLoss:
         if self.args.reduce_loss != "token_mean":
             return {}
         labels = [batch["labels"] for batch in step.micro_batches]
-        # factor = ranks · steps / tokens
+        # factor = ranks · steps / tokens, where steps = gradient_accumulation_steps
         factor = token_mean_factor(labels, steps=self.args.gradient_accumulation_steps)
         # The model divides its summed loss by this, which is tokens / (ranks · steps): accelerate
         # and DeepSpeed divide by the accumulation steps, and average over ranks, once more.
