@@ -48,7 +48,7 @@ class ModelForward:
         self.installed_head: nn.Module | None = None
         self.decoder_hook: RemovableHandle | None = None
         self.warnings_given: set[str] = set()
-        # It is the object's and not the class's, since it differs from model to model.
+        # The signature is set on the object, not on the class, since each model has its own.
         self.__signature__ = inspect.signature(class_forward(causal))
 
     @classmethod

@@ -77,8 +77,8 @@ def refuse_other_trainers(trainer: Any) -> None:
 
 
 def refuse_sum(reduction: str) -> None:
-    """Raises ValueError for another reduction than "mean": TRL's loss is a mean of its own, so that
-    a sum would be one in silence."""
+    """Raises ValueError for another reduction than "mean", which would have no effect: TRL's loss
+    is a mean whatever the settings say."""
     if reduction != "mean":
         raise ValueError(
             f"reduction must be 'mean', as {TRAINER} reduces its loss, not {reduction!r}: call "
