@@ -5,7 +5,8 @@ To add a model:
 - Put it into models/NAME, as an ordinary Hugging Face folder with its tokenizer. An entry of
   studies/gguf/config.yaml does so for a GGUF file of a package index.
 - If its tokenizer has no chat template, or does not write <bos> where the model needs it, add what
-  `parts.sweep_overrides` has for Gemma.
+  `parts.model_overrides` has for Gemma. The part `script` refuses the template `alpaca`, which
+  open-instruct's script does not have: name that part in a second command, with one that it has.
 - `python -m studies.claims NAME` then does all parts and steps. A part has five seeds, or as many
   as `parts.PARTS` says; a model in `parts.MODELS_WITH_THREE_SEEDS` has three at most. Without
   OPEN_INSTRUCT_DIR the part `script` fails, and the others are done all the same. A row of a batch

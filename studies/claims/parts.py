@@ -145,15 +145,21 @@ def sweep_overrides(study: Study, part: Part, more: list[str]) -> list[str]:
         f"grid.model_name_or_path=[./models/{study.model}]",
         f"grid.seed={part.seeds_of(study.model)}",
     ]
-    if study.model.startswith("gemma"):  # not instruct-tuned; without <bos> it writes nonsense
-        overrides += ["train.add_bos=true", "train.chat_template_name=alpaca"]
     if part.rate is Rate.CHOSEN:
         overrides.append(f"grid.learning_rate=[{chosen_rate(study)}]")
     elif part.rate is Rate.EQUAL_LOSS:
         overrides.append(f"grid.learning_rate=[{equal_rate(study)}]")
     if part.name == "base-mean":
         overrides.append(f"grid.smoothing_target=[{study.base_mean_target}]")
-    return [*overrides, *part.overrides, *more]
+    # The model's own come after the part's: `script` replaces all of `train:`, and would drop them.
+    return [*overrides, *part.overrides, *model_overrides(study.model), *more]
+
+
+def model_overrides(model: str) -> list[str]:
+    """What a model needs in every part, because of its tokenizer."""
+    if model.startswith("gemma"):  # not instruct-tuned; without <bos> it writes nonsense
+        return ["train.add_bos=true", "train.chat_template_name=alpaca"]
+    return []
 
 
 def chosen_rate(study: Study) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import write_rows
+from calibeval.io import InputError, write_rows
 from studies.claims.parts import CONFIG, OPEN_INSTRUCT_CONVERSATIONS, Part, Study
 from studies.claims.records import RunRecord
 from sweeps.results.selection import held_out_loss
@@ -51,9 +51,11 @@ def train(study: Study, part: Part, overrides: list[str]) -> int:
 def prepare(part: Part, overrides: list[str]) -> None:
     """Make the file that a part's runs need beyond what prefetch brings, unless it is there.
 
-    Where the path of that file is a setting of the runs, `parts.sweep_overrides` sets it.
+    Where the path of that file is a setting of the runs, `parts.sweep_overrides` sets it. Raises
+    InputError where `script` is to use a chat template that only this project has.
     """
     if part.name == "script":
+        refuse_alpaca_template(overrides)
         write_conversations()
     elif part.name == "base-mean":
         from studies.claims import gpu_measures  # imports torch
@@ -229,6 +231,20 @@ def unpack_other_tasks(
     others = replace(record, tasks=other_tasks)
     study.store.unpack(study.model, others, study.store.questions(), folder)
     return {task: folder / f"{task}.jsonl" for task in other_tasks}
+
+
+def refuse_alpaca_template(overrides: list[str]) -> None:
+    """Raise InputError where open-instruct's script would be given the template `alpaca`.
+
+    The script has no template of this name, and would take the tokenizer's own without a word.
+    """
+    template = plan_sweep(CONFIG, overrides).runs[0].config().train_options.chat_template_name
+    if template == "alpaca":
+        raise InputError(
+            "train.chat_template_name: found 'alpaca', which open-instruct's finetune.py does not "
+            "have; name the part script alone and add one that it has, as in "
+            "train.chat_template_name=tulu"
+        )
 
 
 def write_conversations() -> None:

@@ -4,6 +4,7 @@ computes; the report is right on runs of known calibration."""
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -83,6 +84,30 @@ def test_every_part_is_a_sweep(monkeypatch):
         (target,) = {run.config().train.get("smoothing_target") for run in plan.runs}
         assert target == targets.get(name)
         assert (plan.sweep.keep == "all") == (name in ("grid", "recommended", *targets))
+
+
+def test_every_part_trains_gemma_with_its_own_settings(monkeypatch):
+    """`script`, which replaces all of `train:`, lost them: no <bos>, and the template tulu."""
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
+    monkeypatch.setattr(parts, "equal_rate", lambda study: 5e-5)
+    for part in PARTS:
+        plan = plan_sweep(CONFIG, parts.sweep_overrides(Study("gemma-3-270m"), part, []))
+        for run in plan.runs:
+            options = run.config().train_options
+            assert (options.add_bos, options.chat_template_name) == (True, "alpaca"), part.name
+    overrides = parts.sweep_overrides(
+        Study("gemma-3-270m"), PART["script"], ["train.chat_template_name=tulu"]
+    )
+    options = plan_sweep(CONFIG, overrides).runs[0].config().train_options
+    assert (options.add_bos, options.chat_template_name) == (True, "tulu")
+
+
+def test_script_refuses_a_template_that_open_instruct_lacks(study, folders, monkeypatch):
+    """finetune.py would take the tokenizer's own template instead, without a word."""
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
+    overrides = parts.sweep_overrides(replace(study, model="gemma-3-270m"), PART["script"], [])
+    with pytest.raises(InputError, match="chat_template_name: found 'alpaca', .* finetune.py"):
+        training.prepare(PART["script"], overrides)
 
 
 def test_the_grid_comes_first_and_the_report_last(monkeypatch, capsys):
