@@ -1,5 +1,6 @@
 """The forest plot: what each β does to the calibration of every model."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from calibeval.figures import GREY, INK, STYLE
-from calibeval.io import atomic_write
+from calibeval.io import InputError, atomic_write
 from studies.claims.answers import LETTER_TASKS, unpack_scored_runs
 from studies.claims.contrasts import CALIBRATION, Difference, difference, smoothing_effect
 from studies.claims.parts import BETAS, CONFIG, Study
@@ -59,10 +60,9 @@ def forest_rows(study: Study) -> dict[str, list[Difference | None]]:
 
     Rows whose first difference has fewer than LEAST_SEEDS seeds are left out.
     """
-    labels = plan_sweep(CONFIG, []).sweep.model_labels
+    model_labels = plan_sweep(CONFIG, []).sweep.model_labels
     rows = {}
-    for model in study.store.models():
-        label = labels.get(f"models/{model}", model)
+    for model, label in labels_of_models(study.store.models(), model_labels).items():
         runs = unpack_scored_runs(replace(study, model=model))
         for part, name in (("recommended", label), ("over-trained", f"{label}, over-trained")):
             for beta in BETAS[1:]:
@@ -71,6 +71,23 @@ def forest_rows(study: Study) -> dict[str, list[Difference | None]]:
                 if cells[0] and cells[0].seeds >= LEAST_SEEDS:
                     rows[f"{name}: β = {beta}"] = cells
     return rows
+
+
+def labels_of_models(models: list[str], model_labels: Mapping[str, str]) -> dict[str, str]:
+    """The label of each model, its own name where the config has none.
+
+    Raises InputError where two models have the same: the rows of one would replace the other's.
+    """
+    model_by_label: dict[str, str] = {}
+    for model in models:
+        label = model_labels.get(f"models/{model}", model)
+        if label in model_by_label:
+            raise InputError(
+                f"{CONFIG}: model_labels.models/{model}: found {label!r}, which is the label of "
+                f"models/{model_by_label[label]}, too; give each model one of its own"
+            )
+        model_by_label[label] = model
+    return {model: label for label, model in model_by_label.items()}
 
 
 def first_rows_of_groups(names: list[str]) -> list[int]:

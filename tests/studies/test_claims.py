@@ -106,7 +106,7 @@ def test_script_refuses_a_template_that_open_instruct_lacks(study, folders, monk
     """finetune.py would take the tokenizer's own template instead, without a word."""
     monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
     overrides = parts.sweep_overrides(replace(study, model="gemma-3-270m"), PART["script"], [])
-    with pytest.raises(InputError, match="chat_template_name: found 'alpaca', .* finetune.py"):
+    with pytest.raises(InputError, match="chat_template_name: found 'alpaca'"):
         training.prepare(PART["script"], overrides)
 
 
@@ -875,6 +875,14 @@ def test_the_quick_figures_are_those_of_the_file_as_it_is_now(folders):
         write_records(file := folders / "mmlu.jsonl", 100, 1.5, seed=seed)
         accuracies.append(quick_evaluation.load(file, ("accuracy",)).values["choices"]["accuracy"])
     assert accuracies[0] != accuracies[1]
+
+
+def test_two_models_of_one_label_are_refused():
+    """The forest plot drew the second one alone."""
+    labels = forest.labels_of_models(["one", "two"], {"models/one": "Mine"})
+    assert labels == {"one": "Mine", "two": "two"}
+    with pytest.raises(InputError, match=r"model_labels\.models/two: found 'Mine'"):
+        forest.labels_of_models(["one", "two"], {"models/one": "Mine", "models/two": "Mine"})
 
 
 def test_a_line_is_drawn_where_another_setting_begins():
