@@ -17,10 +17,10 @@ import pandas as pd
 
 from calibeval import conformal
 
-# For both kinds it is counted whether a set holds all right entities of its sentence. In ALL, each
-# entity by itself is to be held with probability 1 − α. In SIDAK, several entities are to be held
-# at once with probability 1 − α: as many as the likeliest labeling of the sentence has.
-ALL = "all entities"
+# For both kinds it is counted whether a set holds all right entities of its sentence. In EACH_ALONE
+# each entity by itself is to be held with probability 1 − α. In SIDAK several entities are to be
+# held at once with probability 1 − α: as many as the likeliest labeling of the sentence has.
+EACH_ALONE = "all entities"
 SIDAK = "all entities, Šidák"
 MANY = ": five and more"
 # Each kind of set has two rows: one of all sentences with a right entity, and one of those with at
@@ -168,13 +168,13 @@ def entity_sets(
     takes a sentence's for independent.
     """
     table = spans(sentences)
-    names = [kind + suffix for kind in (ALL, SIDAK) for suffix in LEAST_ENTITIES_BY_SUFFIX]
+    names = [kind + suffix for kind in (EACH_ALONE, SIDAK) for suffix in LEAST_ENTITIES_BY_SUFFIX]
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for half, _ in conformal.halves(len(sentences), splits):
         calibrates = table.sentence.isin(half)
         right = table[calibrates & table.is_right]
         test = table[~calibrates]
-        for kind in (ALL, SIDAK):
+        for kind in (EACH_ALONE, SIDAK):
             thresholds = _thresholds(right, test, alpha, together=kind == SIDAK)
             by_sentence = _sets_of_sentences(test, thresholds)
             for suffix, least in LEAST_ENTITIES_BY_SUFFIX.items():

@@ -119,7 +119,7 @@ def test_halves_without_a_sentence_of_five_entities_do_not_count():
 
     one_of_many = [certain(("B-A",))] * 5 + [certain(("B-A",) * 5)]
     results = sets.entity_sets(one_of_many, alpha=0.5, splits=20)
-    assert results[sets.ALL + sets.MANY] == (1, 5)
+    assert results[sets.EACH_ALONE + sets.MANY] == (1, 5)
 
 
 def test_a_row_that_counts_no_sentence_says_so(small, capsys):
