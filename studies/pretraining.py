@@ -14,7 +14,8 @@ def train_once(model: LlamaForCausalLM, ids: Tensor, labels: Tensor, batch_size:
     """Train on rows of tokens, each row once; `ids` and `labels` are (rows, tokens).
 
     Up to `batch_size` − 1 rows at the end, which make no whole batch, are left out.
-    The optimizer is AdamW, whose learning rate rises over WARMUP updates and falls linearly to 0.
+    The optimizer is AdamW. Its learning rate falls linearly from LEARNING_RATE to 0, and is scaled
+    down in the first WARMUP updates, so that its peak is a little below LEARNING_RATE.
     """
     steps = len(ids) // batch_size
     if steps == 0:

@@ -8,11 +8,12 @@ steps, which rest on what the parts have trained; where none is named, it does a
 each run are packed into records/MODEL/ as it ends, and `summary` and `report` merge them into
 records/MODEL.parquet. What is there is not run again, on whatever machine. Parts, each a sweep:
 
-    grid          4 learning rates at β = 0; the lowest held-out loss chooses that of other parts
-    recommended   the base model; β of 0, 0.1, 0.2, 0.3 and 0.5, one epoch of the mean loss
+    grid          4 learning rates at β = 0; the one of the lowest held-out loss is that of all
+                  parts below that name no other
+    recommended   β of 0, 0.1, 0.2, 0.3 and 0.5, one epoch of the mean loss
     high-rate     `recommended`, of MMLU alone, at 2e-4, the top of the paper's grid
-    over-trained  `recommended` at 5e-5, two epochs of the summed, unclipped loss
-    sum           the summed loss, clipped
+    over-trained  `recommended` at 5e-5, two epochs of the summed loss
+    sum           the summed loss, with clipped gradients
     filtered      the filtered gradient, at β = 0.1
     equal         β = 0 at the rate whose held-out loss is that of `recommended` at β = 0.1
     script        β of 0 and 0.1 through open-instruct's finetune.py (OPEN_INSTRUCT_DIR)
@@ -20,6 +21,9 @@ records/MODEL.parquet. What is there is not run again, on whatever machine. Part
     base-mean     β spread as the base model predicts them in the mean, at β = 0.1
     half-data     half the conversations, at β = 0
     two-epochs    all of them twice, at β = 0
+
+Gradients are clipped in `sum` and `script` alone. The base model is asked each task once, along
+with the first part that asks it; all parts share its records.
 
 Steps:
 

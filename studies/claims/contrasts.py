@@ -116,6 +116,8 @@ CONTRASTS = [
         for beta in BETAS[1:]
     ),
     pair("recommended: β = 0.3 less 0.1", Term("recommended", 0.3), SMOOTHED),
+    # A row "– less that of `recommended`" is the difference of the row above it, less the same
+    # difference within `recommended`.
     smoothing_effect("sum, clipped: 0.1 less 0", "sum"),
     effect_beyond_recommended("– less that of `recommended`, sum, clipped", "sum"),
     smoothing_effect("open-instruct's script: 0.1 less 0", "script"),
@@ -243,7 +245,10 @@ def with_normalized_logits(path: Path) -> evaluations.Evaluation:
 
 @cache
 def _with_normalized_logits(path: Path, state: FileState) -> evaluations.Evaluation:
-    """An evaluation with the AURC alone, of confidences divided by the norm of the answers' logits.
+    """An evaluation whose AURC is of confidences divided by the norm of the answers' logits.
+
+    It has no other metric. Its `unit_values`, of up to MOST_COUNTED_UNITS questions, are those of
+    the ordinary confidences; MMLU has more.
 
     The confidences are max_k (s_k − s̄) / ‖s − s̄‖₂, s the choices' log-probabilities, which are
     logits but for a constant (Cattelan & Silva 2024; Xia et al. 2025). A run stands in many

@@ -198,8 +198,9 @@ class EqualLosses:
     learning_rate: float  # of the part `equal`
     plain: float  # the loss at β = 0 with that learning rate
     smoothed: float  # the loss at β = 0.1 with the chosen learning rate
-    # Whether `smoothed` is above the grid's losses on that side of its best rate which
-    # `losses_outwards_from_best` chooses. `learning_rate` is then the end of that side.
+    # Whether `smoothed` is above the loss of the outermost rate that `equal_rate` considers, which
+    # goes from the grid's best rate to one side (`losses_outwards_from_best`). `learning_rate` is
+    # then that outermost rate.
     smoothed_is_above_grid: bool
     # Whether `smoothed` is below all losses of the grid. `learning_rate` is then its best rate.
     smoothed_is_below_grid: bool
@@ -208,7 +209,8 @@ class EqualLosses:
 def equal_losses(study: Study) -> EqualLosses | None:
     """What became of the part `equal`; None where it has no runs.
 
-    Raises InputError where a seed of it or of β = 0.1 has no held-out loss.
+    Raises InputError where a seed of it has no held-out loss, and what `loss_to_equal` and
+    `losses_of_grid` raise.
     """
     runs = pd.DataFrame(study.store.runs(study.model), columns=RECORD_COLUMNS)
     equal = runs[runs.origin == "equal"]

@@ -47,6 +47,8 @@ def fit_temperatures(study: Study) -> None:
         summary_of_fit = meta(file)["temperature"]
         temperature = summary_of_fit["temperature"]  # the number
         record = RunRecord("temperature", file.stem, temperature=temperature, **run_keys)
+        # Without files, so that the record has the temperature and no answers: those in `file` are
+        # not kept, as derived.at_fitted_temperatures makes them of the answers that are on record.
         study.store.add(study.model, record, {})
 
 

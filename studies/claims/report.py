@@ -114,8 +114,8 @@ def held_out_loss_table(study: Study) -> list[str]:
         return []
     # Other parts have one rate, which some of their records do not tell. `groupby` would drop a run
     # without a rate, so that 0 stands for it.
-    rates_of_grid = runs.learning_rate.where(runs.origin == "grid", 0.0)
-    groups = runs.assign(rate=rates_of_grid).groupby(["origin", "rate", "label_smoothing"])
+    rate_or_zero = runs.learning_rate.where(runs.origin == "grid", 0.0)
+    groups = runs.assign(rate=rate_or_zero).groupby(["origin", "rate", "label_smoothing"])
     means = groups.held_out_loss.agg(["mean", "size"]).reset_index()
     lines = ["| part | learning rate of `grid` | β | held-out loss | seeds |", "|---" * 5 + "|"]
     columns = (

@@ -26,7 +26,9 @@ def report(root: Path) -> str:
         "label_smoothing": None,
         "records": root / "world" / "oracle.jsonl",
     }
-    for entry in tuned:  # whose paths begin at their index
+    # The index's paths begin at its folder. `fit_to_mmlu` joins the two itself, and has been given
+    # some of these very dicts, so that they may not be changed before it.
+    for entry in tuned:
         entry["records"] = results / entry["records"]
     rows = [*tuned, *at_temperatures, oracle]
     for row in rows:
