@@ -24,7 +24,7 @@ def use_packed_attention(model: PreTrainedModel, *, gpu: bool, half_precision: b
     if not gpu:
         return None
     if not half_precision:
-        return "flash attention needs 16 bits: world.mixed_precision: bf16"
+        return "flash attention needs 16 bits: set world.mixed_precision=bf16"
     if is_flash_attn_2_available():
         model.set_attn_implementation("flash_attention_2")
         return None

@@ -21,9 +21,10 @@ TRACKER_PROJECT = "sweeps"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a run's weights are split over its ranks: the files that `world` names, adapted.
+    """How a run is sharded over its ranks: the files that `world` names, adapted.
 
-    Without either, every rank has all weights.
+    FSDP and ZeRO-3 split weights, gradients and the optimizer's state; ZeRO-2 splits the latter two
+    alone. Without either file every rank has all of them.
     """
 
     deepspeed: dict[str, Any] | None
@@ -56,7 +57,7 @@ def training_arguments(
     prepare_trackers(run)
     # By this call the process joins the other ranks.
     arguments = make_arguments(run, train_options, world, sharding, clip_grad_norm, total_updates)
-    # `make_arguments` leaves it off under FSDP2, where its warning does not apply.
+    # Under FSDP2 `make_arguments` has left it off, to be spared a warning that is untrue there.
     arguments.gradient_checkpointing = train_options.gradient_checkpointing
     use_one_gpu(arguments)
     if arguments.world_size != world.processes:
@@ -102,7 +103,8 @@ def make_arguments(
         bf16=world.mixed_precision == "bf16",
         fp16=world.mixed_precision == "fp16",
         deepspeed=sharding.deepspeed,
-        fsdp=sharding.fsdp is not None,  # type: ignore[arg-type]  # A bool replaces the former words.
+        # transformers 5 takes a bool here; its annotation still has the words of transformers 4.
+        fsdp=sharding.fsdp is not None,  # type: ignore[arg-type]
         fsdp_config=sharding.fsdp,
         ddp_find_unused_parameters=False,
         # By `use_cpu` accelerate would leave out DeepSpeed and FSDP. Runs that are sharded without

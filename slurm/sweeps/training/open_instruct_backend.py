@@ -29,7 +29,7 @@ from sweeps.training.options import CommonOptions
 
 CHECKOUT_VARIABLE = "OPEN_INSTRUCT_DIR"  # the environment variable that names the checkout
 environment_variables = (CHECKOUT_VARIABLE,)  # Jobs need it of the submitting shell.
-FileStamp = tuple[int, int] | None  # see `_file_stamp`
+FileStamp = tuple[int, int] | None  # a key for caches, see `_file_stamp`
 TRAINED = "TRAINED"  # the file that finetune.py leaves beside a finished model
 # What finetune.py imports beyond what every run does.
 MODULES = ("deepspeed", "peft", "nltk", "langdetect", "immutabledict", "rich", "antlr4", "requests")
@@ -128,7 +128,11 @@ def _patch_problem(apply: Path, checkout: Path, stamp: FileStamp) -> str | None:
 
 
 def _file_stamp(file: Path) -> FileStamp:
-    """When a file was written last, and its size; None if it is not there."""
+    """When a file was written last, and its size; None if it is not there.
+
+    A cached function takes it as an argument beside the file, and does not read it: it is a part of
+    the cache's key, so that the function looks again once the file has changed.
+    """
     with contextlib.suppress(OSError):
         status = file.stat()
         return status.st_mtime_ns, status.st_size

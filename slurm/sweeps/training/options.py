@@ -210,8 +210,8 @@ class TrainOptions(CommonOptions):
     packing: bool | None = option(
         None,
         "Whether an update's conversations lie end to end in few rows, each attending to itself "
-        "alone; null packs on a GPU in 16 bits. Under `reduce_loss: mean` a row has at most "
-        "per_device_train_batch_size of them.",
+        "alone; null packs on a GPU in 16 bits. Under `reduce_loss: mean` a row of an "
+        "update has at most per_device_train_batch_size of them.",
     )
     max_tokens: Positive = option(
         16384,

@@ -26,6 +26,9 @@ What each process does with the signals that ask a run to stop:
         torchrun, if any                   sends TERM to its ranks         ignores it
         finetune.py or its ranks           nothing: they are blocked       ignore it
 
+Once an element has noted a signal, its worker makes the stop file, for which the ranks look after
+each update. On one node Slurm sends USR2 to the ranks, too; what comes first counts.
+
 TERM and INT are blocked before torchrun starts, and its ranks inherit that. A thread of torchrun
 takes them by `sigwait`, which receives blocked signals. A rank of backend trainer unblocks them in
 `run_rank`; in finetune.py's ranks they stay blocked.
@@ -70,7 +73,7 @@ def exec_torchrun(run: Run) -> None:
     if is_rank or world.single_process:
         return
     command = torchrun_command(world, "sweeps", "train", str(run.path.absolute()))
-    # An element of a job hears USR2, and tells the ranks by the stop file.
+    # The job's element gets USR2 too, and its worker makes the stop file, which the ranks look for.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     block_stop_signals()
     os.execv(command[0], command)

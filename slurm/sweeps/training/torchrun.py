@@ -10,10 +10,10 @@ from sweeps.training import starting_ranks
 
 
 def __getattr__(name: str) -> Any:
-    function = getattr(starting_ranks, name)
+    value = getattr(starting_ranks, name)
     warnings.warn(
         f"sweeps.training.torchrun.{name} is sweeps.training.starting_ranks.{name} now",
         FutureWarning,
         stacklevel=2,
     )
-    return function
+    return value
