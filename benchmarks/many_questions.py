@@ -23,8 +23,10 @@ def main(path: str, questions: int) -> None:
     true = np.exp(logits / 1.4)
     true /= true.sum(1, keepdims=True)
     labels = (rng.random((questions, 1)) > true.cumsum(1)).sum(1).clip(max=CHOICES - 1)
-    mass = rng.beta(30, 1, questions)
-    logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True) + np.log(mass)[:, None]
+    # What the four letters have together of the probability of all tokens.
+    letter_mass = rng.beta(30, 1, questions)
+    among_letters = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    logprobs = among_letters + np.log(letter_mass)[:, None]
     with open(path, "w") as file:
         for number in range(questions):
             row = {
@@ -32,7 +34,7 @@ def main(path: str, questions: int) -> None:
                 "subject": f"subject {number % SUBJECTS}",
                 "label": int(labels[number]),
                 "logprobs": logprobs[number].tolist(),
-                "letter_mass": float(mass[number]),
+                "letter_mass": float(letter_mass[number]),
                 "model": "million",
                 "prompt_sha256": f"{number:064x}",
                 "shots": 5,

@@ -27,8 +27,8 @@ Trainers:
     ours-zero3      ours, sharded by DeepSpeed's ZeRO-3; on one GPU left out unless it is named
     ours-lora       ours with LoRA of rank 16 over frozen bf16 weights; left out unless it is named
     trl             TRL's SFTTrainer as it comes
-    trl-liger       with Liger's layers (use_liger_kernel); the loss stays TRL's own, which TRL 1.16
-                    puts in the place of Liger's
+    trl-liger       with Liger's layers (use_liger_kernel) and TRL's own loss, since TRL 1.16 does
+                    not use Liger's loss
     trl-patched     with patch_trainer: smoothce's loss in the place of TRL's own
     trl-grouped     with conversations of like lengths together, so that less is padding
     trl-padding-free  with padding_free over FlashAttention 2, which it needs
@@ -47,8 +47,8 @@ The tokenizer is a BPE trained on the data, so that tokens are about as long as 
 fewer conversations than all updates need is repeated.
 
 With --profile, TRL's and Unsloth's trials also write FOLDER/MODEL.TRAINER.profile.txt: which share
-of the batches' tokens is padding, which share of the time the GPU computes, and where that time
-goes, by torch.profiler over two updates.
+of the tokens is padding, in all updates until the profile ends; and, by torch.profiler over two
+updates after the third, for how long the GPU computes and where that time goes.
 """
 
 import argparse
@@ -325,8 +325,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trial", choices=TRAINERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.trainers is None:
-        unnamed = [name for name, trainer in TRAINERS.items() if not trainer.only_if_named]
-        arguments.trainers = list(DEFAULT_ON_SEVERAL_GPUS) if arguments.gpus > 1 else unnamed
+        default_on_one_gpu = [
+            name for name, trainer in TRAINERS.items() if not trainer.only_if_named
+        ]
+        if arguments.gpus > 1:
+            arguments.trainers = list(DEFAULT_ON_SEVERAL_GPUS)
+        else:
+            arguments.trainers = default_on_one_gpu
     refuse_too_few_updates(parser, arguments)
     refuse_uneven_updates(parser, arguments)
     return arguments
