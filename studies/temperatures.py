@@ -18,9 +18,9 @@ def fit_to_mmlu(
 
     `entries` are rows of a sweep's index.jsonl, which lies in the folder `results`; `data` is MMLU.
     Each run's records at its temperature are written to `out`, where what is there already stays.
-    Returns the same rows, which name these records instead. A run to which no
-    temperature can be fitted (`NoTemperature`) is named on stderr and left out. Raises InputError
-    for what else `calibeval.temperature` refuses, as too few val questions.
+    Returns the same rows, which name these records instead. A run to which no temperature can be
+    fitted (`NoTemperature`) is named on stderr and left out. Raises InputError for what else
+    `calibeval.temperature` refuses, as too few val questions.
     """
     rows = []
     for entry in tqdm(entries, "temperatures", unit="fit"):
