@@ -266,6 +266,16 @@ def test_a_model_that_is_half_there_is_not_there(hub_model, kind):
     assert assets.on_disk("owner/name", kind)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_that_were_deleted_behind_their_link_are_not_there(hub_model, name):
+    """In the hub's cache, a snapshot's files are links to `blobs`."""
+    weights = hub_model / "snapshots" / "abc" / name
+    weights.symlink_to(hub_model / "blob")
+    assert not assets.on_disk("owner/name", "models")
+    (hub_model / "blob").touch()
+    assert assets.on_disk("owner/name", "models")
+
+
 @pytest.mark.parametrize(
     ("variables", "folder"),
     [

@@ -78,22 +78,28 @@ def _commit(folder: Path, revision: str) -> str:
 def whole(folder: Path, kind: str) -> bool:
     """Whether a folder has what its kind must have; of a model, all files that its index names.
 
-    A file of the hub's cache appears only once it is whole. Raises InputError where an index is
-    damaged all the same, as by a disk that was full.
+    A file of the hub's cache appears only once it is whole. There it is a link, and does not count
+    once the file behind it was deleted. Raises InputError where an index is damaged all the same,
+    as by a disk that was full.
     """
     if kind != MODELS:
-        return any(any(folder.glob(pattern)) for pattern in FILES.get(kind, ("*",)))
+        return any(_has_file(folder, pattern) for pattern in FILES.get(kind, ("*",)))
     for pattern in FILES[MODELS]:
         shards: set[str] = set()
         for index in folder.glob(f"{pattern}.index.json"):
-            if not index.exists():  # it is a link of the cache, and the file behind it was deleted
+            if not index.exists():  # as a link to a file that was deleted
                 return False
             shards.update(_shards(index))
         if shards:
             return all((folder / shard).exists() for shard in shards)
-        if any(folder.glob(pattern)):
+        if _has_file(folder, pattern):
             return True
     return False
+
+
+def _has_file(folder: Path, pattern: str) -> bool:
+    """Whether a file of this name is in the folder, and not only a link to one that was deleted."""
+    return any(file.exists() for file in folder.glob(pattern))
 
 
 def _shards(index: Path) -> set[str]:
