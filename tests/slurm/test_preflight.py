@@ -26,6 +26,15 @@ from sweeps.training import open_instruct_backend
 OFFLINE = ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
+@pytest.fixture(autouse=True)
+def some_sbatch(tmp_path_factory, monkeypatch) -> None:
+    """Let these tests pass where there is no Slurm, too: an sbatch at the end of the PATH."""
+    folder = tmp_path_factory.mktemp("some-sbatch")
+    (folder / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{folder}")
+
+
 def problems(path: Path, *overrides: str) -> str:
     """What a launch on Slurm would refuse, line by line."""
     return "\n".join(preflight.problems(plan_sweep(path, list(overrides)), "slurm"))
@@ -581,6 +590,21 @@ def programs(tmp_path, monkeypatch):
             (folder / name).chmod(0o755)
 
     return write
+
+
+def test_a_launch_on_slurm_without_sbatch_is_refused_before_anything_is_noted(
+    toy_file, profile, programs, tmp_path, monkeypatch
+):
+    """Its runs were noted as launched, and only then was sbatch not found."""
+    programs(squeue="exit 0")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    path = toy_file(cluster=profile())
+    refusal = "--executor slurm: no sbatch is on the PATH: load the cluster's Slurm module"
+    printed = launch(path, "--executor", "slurm", code=2)
+    assert refusal in printed and "type --executor local" in printed
+    assert not (tmp_path / "out").exists()
+    dry_run = command("launch", path, "--executor", "slurm", "--dry-run").stdout
+    assert f"a launch would refuse: {refusal}" in dry_run
 
 
 def test_a_launch_is_queued_whole_or_not_at_all(toy_file, profile, tiny, tmp_path, programs):

@@ -57,6 +57,7 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
         except InputError as error:  # there are too few GPUs
             found.append(str(error))
     else:
+        found.extend(_no_sbatch())
         found.extend(_several_nodes(plan, cluster))
         found.extend(_unreadable_path(plan))
     found.extend(_unwritable(plan))
@@ -155,6 +156,15 @@ def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
         yield f"{key}: no such file"
     elif file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield f"{key}: others can read it: chmod 600 {shlex.quote(str(file))}"
+
+
+def _no_sbatch() -> Iterator[str]:
+    """The absence of sbatch, which a launch would otherwise meet after it has noted its runs."""
+    if shutil.which("sbatch") is None:
+        yield (
+            "--executor slurm: no sbatch is on the PATH: load the cluster's Slurm module, or, to "
+            "train on this machine, type --executor local"
+        )
 
 
 def _several_nodes(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
