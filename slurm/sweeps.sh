@@ -18,7 +18,11 @@ usage() { sed -n '/^# /,$ { /^$/q; s/^#\( \|$\)//p }' "$0"; }
 arguments=()
 while (($#)); do
     case $1 in
-    -h | --help) [[ -z $config ]] || { usage; exit 0; }; arguments+=("$1"); shift ;;
+    -h | --help)
+        # A sweep_*.sh, which has set config, shows its own head. Of a command that was typed with this
+        # file, Python shows the help.
+        [[ -z $config ]] || { usage; exit 0; }
+        arguments+=("$1"); shift ;;
     --config)
         (($# > 1)) || { echo "error: $1 needs a file" >&2; exit 2; }
         config=$2; shift 2 ;;
