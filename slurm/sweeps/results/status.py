@@ -59,7 +59,8 @@ class SlurmView:
 
     # Of each run, the last element, of any launch, that was to do its next stage.
     submitted: dict[str, SubmittedElement]
-    live_elements: dict[str, LiveElement]  # of each run one, that tells most: see `ask_slurm`
+    # Of each run that has live elements, the one that tells most: see `ask_slurm`.
+    live_element_of: dict[str, LiveElement]
     collect_job: LiveElement | None  # that makes the tables, whatever runs it waits for
     ends: dict[str, ElementEnd]  # how elements ended, by their labels
     error: str  # what squeue said if it did not answer
@@ -79,7 +80,7 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
             elements_in_queue = slurm_queue.live_elements(plan.folder)
         except InputError as refusal:
             error = str(refusal)
-    live_elements = {}
+    live_element_of = {}
     collect_job = None
 
     def tells_more(element: LiveElement) -> tuple[bool, bool]:
@@ -98,16 +99,16 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
         if element.run is None:
             collect_job = element
         else:
-            live_elements[element.run] = element
+            live_element_of[element.run] = element
     ends: dict[str, ElementEnd] = {}
     if not error:
         labels = {
             element.label
             for name, element in submitted.items()
-            if name not in live_elements and element.label is not None
+            if name not in live_element_of and element.label is not None
         }
         ends = slurm_queue.element_ends(sorted(labels))
-    return SlurmView(submitted, live_elements, collect_job, ends, error)
+    return SlurmView(submitted, live_element_of, collect_job, ends, error)
 
 
 def _next_stages(plan: SweepPlan) -> dict[str, str]:
@@ -212,7 +213,7 @@ def of_run(run: Run, slurm: SlurmView, is_launching: bool) -> Status:
         last=events[-1] if events else None,
         is_locked=is_locked(run.lock_file),
         is_launching=is_launching,
-        live_element=slurm.live_elements.get(run.name),
+        live_element=slurm.live_element_of.get(run.name),
         submitted=submitted,
         end=end,
         slurm_error=slurm.error,
@@ -478,7 +479,7 @@ def _rows(statuses: list[Status]) -> list[str]:
 
 
 def _others(plan: SweepPlan) -> list[str]:
-    """A line about the folder's runs that the last launch did not ask for, if there are any."""
+    """A line about the folder's runs that the typed file and overrides do not ask for, if any."""
     planned = {run.name for run in plan.baselines_and_runs}
     folders = [file.parent for file in plan.folder.glob("*/config.yaml")]
     others = [folder for folder in folders if folder.name not in planned]
@@ -512,7 +513,7 @@ def _describe_reason(group: list[Status]) -> list[str]:
 def _describe_stuck(plan: SweepPlan, slurm: SlurmView) -> list[str]:
     """Which runs are queued and cannot start, why, and what to type."""
     pending_for_reason: dict[str, list[LiveElement]] = {}
-    elements = list(slurm.live_elements.values())
+    elements = list(slurm.live_element_of.values())
     if slurm.collect_job is not None:
         elements.append(slurm.collect_job)
     for element in elements:
@@ -562,7 +563,7 @@ def _advice(plan: SweepPlan, statuses: list[Status], slurm: SlurmView) -> str:
         return f"Fix the cause shown above, then type: {launch}"
     if State.STOPPED in states:
         return f"To go on: {launch}"
-    if slurm.live_elements and slurm.collect_job is None:
+    if slurm.live_element_of and slurm.collect_job is None:
         collect = cli_command("collect", plan.folder)
         return f"No collect job is queued; at the end: {collect}"
     return ""
