@@ -121,7 +121,7 @@ def assets(plan: SweepPlan) -> list[Asset]:
     return [
         *_models_of_hub(runs_keys),
         *_questions_of_hub(tasks),
-        *_made_by_prefetch(plan, runs_keys, tasks),
+        *_listed_in_prefetch(plan, runs_keys, tasks),
     ]
 
 
@@ -156,12 +156,15 @@ def _questions_of_hub(tasks: list[Task]) -> Iterator[Asset]:
             )
 
 
-def _made_by_prefetch(
+def _listed_in_prefetch(
     plan: SweepPlan, runs_keys: list[dict[str, Any]], tasks: list[Task]
 ) -> Iterator[Asset]:
-    """What `prefetch:` lists, as far as some run reads it: an override may point elsewhere.
+    """What `prefetch:` lists under `datasets` and `archives`, as far as some run reads it.
 
-    Every text of `train:` is taken for a path; one that is none holds nothing that is made.
+    A run may read none of it, as where an override points elsewhere. Which keys of `train:` are
+    paths, only the backend knows. So every text counts as one: a text that is none, such as a
+    dtype, is the path of nothing that is listed. (What `prefetch.made_by` makes is not listed, and
+    nobody fetches it.)
     """
     paths_that_runs_read: set[str] = {task.data for task in tasks}
     for keys in runs_keys:
