@@ -198,7 +198,9 @@ def may_requeue() -> bool:
     while not known:  # the controller is busy, or away
         time.sleep(ASK_PAUSE)
         known = describe_job(label)
-    # The GraceTime of a preemption. Slurm does not requeue a job that leaves before it is over.
+    # The GraceTime of a preemption: TERM has come, and the job still counts as running. For a
+    # scancel or somebody's requeue Slurm changes the state before it sends TERM. A job that leaves
+    # before its GraceTime is over is not requeued by Slurm.
     is_in_grace_time = known.get("JobState") == "RUNNING"
     is_timed_out = known.get("Reason") == "TimeLimit"
     # A preemption without GraceTime, or one whose GraceTime is over.

@@ -109,7 +109,10 @@ class Submission:
 
 
 def design(plan: SweepPlan, live: list[LiveElement], array_limit: int | None = None) -> list[Job]:
-    """The jobs to submit, in the order of submission; none if all is done or queued.
+    """The jobs to submit, in the order of submission.
+
+    Where all is done there are none. Where the rest is queued there is a collect job alone, and not
+    even that if one is live.
 
     `live` are the elements that are queued or running. A run without torchrun, of one process and
     not sharded, trains and scores in one element. Of any other run, scoring has an array of its

@@ -28,9 +28,10 @@ COLLECT_PATIENCE = 3600  # seconds to wait for another collect of the same sweep
 def collect(plan: SweepPlan) -> list[str]:
     """Write `<sweep>/results/` from what is there; returns the gaps of the plan.
 
-    Made here are index.jsonl, runs.csv and best_learning_rates.csv; by `calibeval.report`, from the
-    scores, the other tables, all diagrams, and report.html. The old folder is replaced once the new
-    one is whole.
+    Made here are index.jsonl, runs.csv, best_learning_rates.csv, and of the runs at these rates
+    best.jsonl, best.md and best.tex. `calibeval.report` makes the other tables and all diagrams
+    from the scores, and report.html, which is there without scores, too. The old folder is replaced
+    once the new one is whole.
     """
     if not _has_begun(plan):
         print(f"{plan.sweep.name}: nothing to collect: no run of {plan.folder} has trained yet")

@@ -97,7 +97,8 @@ class Backend(Protocol[Options]):
         `run.checkpoints`  holds what a run resumes from. An entry is called by a word and its step,
                            `step-20` or `step_20`, and appears whole. The highest step tells whether
                            a run that is killed again and again gets on; one that saves nothing is
-                           given up after `max_idle_restarts` kills. Deleted once the run is done.
+                           restarted `max_idle_restarts` times, and given up at the next kill.
+                           Deleted once the run is done.
         `run.metrics`      gets a JSON object a line: `step`, `steps` (of the whole training),
                            `loss`; if known `tokens_per_second`, and `held_out_loss`, of which the
                            last counts for `select_on`.

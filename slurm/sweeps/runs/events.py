@@ -13,7 +13,7 @@ The details of each kind:
               files     the hashes of the files that its config names, by their paths
               host, job, gpus, and the versions of packages: where and with what it runs
     ENDED     exit      the exit code; absent if the attempt did not get as far as a program
-              stopped   true: it has saved because somebody asked
+              stopped   true: somebody asked for an end; it has saved, or had not begun
               killed    true: a signal ended it, and it will be tried again
               busy      true: another process holds the run
               error     in words: it has failed, and will not be tried again
@@ -69,7 +69,7 @@ class Event:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether an attempt ended, and saved, because somebody asked."""
+        """Whether somebody asked for an end, and the attempt has saved, or had not begun."""
         return "stopped" in self.details
 
     @property

@@ -110,8 +110,8 @@ def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
     """The plan of a sweep whose backend cannot be imported, read from the folders of its runs.
 
     That suffices to look at runs. It differs from the plan of `plan_sweep` in this: the runs of all
-    launches are in it, and not only those of the last one; runs have no grid values; and those
-    whose config cannot be read are left out.
+    launches are in it, and not only those that the file and the overrides ask for; runs have no
+    grid values; and those whose config cannot be read are left out.
     """
     _, sweep, folder, _ = _read_sweep(source, assignments)
     runs = []

@@ -224,7 +224,8 @@ class World(Strict):
     def read(self, key: str) -> dict | None:
         """What the file of `deepspeed` or `fsdp` says; None without one.
 
-        Raises ValueError where the file is not JSON, as InputError where it cannot be read.
+        Raises InputError, which is a ValueError, where the file cannot be read, and json's
+        ValueError where it is not JSON.
         """
         file = getattr(self, key)
         if file is None:
