@@ -6,9 +6,9 @@
 Methods are this package's three modes, PyTorch's, and the other libraries' in `peers.py`. Each gets
 a row at each shape: times of forward and backward together and of the forward alone, memory beyond
 inputs and gradients, the gradients' error against fp32 ones, the same where a quarter of the labels
-is masked, whether equal inputs gave equal bits twice, and what it lacks. All but the one error are
-measured without masked labels. A method that knows no smoothing, or only one that makes all logits,
-is timed at β = 0. One that cannot be imported, or fails, has the reason in its row.
+is masked, whether equal inputs gave equal bits twice, and what it lacks. Everything but that second
+error is measured without masked labels. A method that knows no smoothing, or only one that makes
+all logits, is timed at β = 0. One that cannot be imported, or fails, has the reason in its row.
 
 Inputs, clocks and errors are those of `python -m smoothce.bench` (smoothce/bench/measure.py). Each
 shape has a process of its own, and a method that breaks the GPU's context, crashes or hangs costs

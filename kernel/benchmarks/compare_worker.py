@@ -7,7 +7,8 @@ two calls divided by that of the two products. Samples follow each other for `se
 median is what is measured.
 
 Of the checkout it calls `linear_cross_entropy` alone, so that older ones can be measured. Inputs
-come from the benchmark's language.py that lies beside this script, whatever the checkout has.
+come from smoothce/bench/language.py of the checkout that this script lies in, whatever the measured
+one has.
 """
 
 import functools

@@ -268,8 +268,10 @@ def gluon_kernel(
             (load_tiles, (hidden, weight, states, weights, full, empty, turns, parts, V,
              FACTOR, N, D, BLOCKS, GROUP, PROGRAMS, PING_PONG, STAGES, ROWS, WIDTH, DEPTH)),
         ],
-        [4, 1],  # warps of the second group and of the loading one
-        [240, 24],  # registers of a thread of each
+        # The first group is the launch's own num_warps=4. These are the others: warps of the second
+        # group and of the loading one, and registers of a thread of each.
+        [4, 1],
+        [240, 24],
     )  # fmt: skip
 
 

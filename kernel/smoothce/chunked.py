@@ -175,8 +175,8 @@ class _Walk:
         self,
         inputs: Inputs,
         needs: Needs,
-        # (N,) the upstream gradient of each token's loss, times the reduction's scale; None: no
-        # gradient is made
+        # (N,) the upstream gradient of each token's loss, times the reduction's scale, but without
+        # the token's weight, which `_add_gradients` multiplies it by; None: no gradient is made
         upstream: Tensor | None = None,
         upstream_lse: Tensor | None = None,  # (N,), that of each token's log-sum-exp, or None
     ) -> None:
@@ -424,7 +424,7 @@ class _LinearSmoothing:
     """The smoothing term where there is no softcap.
 
     Logits are linear in E and C then, so that it costs means instead of passes over the logits.
-    With c̄ = Σ_v u_v C_v, b̄ = Σ_v u_v b_v and upstream gradients g_i
+    With c̄ = Σ_v u_v C_v, b̄ = Σ_v u_v b_v and g_i, a token's upstream gradient times its weight,
 
         Σ_v u_v z_iv = E_i · c̄ + b̄
         dE_i takes −β g_i c̄,    dC_v takes −β u_v Σ_i g_i E_i,    db_v takes −β u_v Σ_i g_i
@@ -455,22 +455,26 @@ class _LinearSmoothing:
             if bias is not None:
                 self.mean_bias = _expectation(bias, smoothing_target)
         self.smoothing_target = smoothing_target
-        self.upstream_sum = weight.new_zeros((), dtype=dtype)  # Σ_i g_i
+        self.g_sum = weight.new_zeros((), dtype=dtype)  # Σ_i g_i
         self.hidden_sum = torch.zeros_like(self.mean_weight)  # Σ_i g_i E_i
 
     def smoothing_logit(self, hidden: Tensor) -> Tensor:  # (n,)
         return hidden @ self.mean_weight + self.mean_bias
 
-    def add_tokens(self, hidden: Tensor, upstream: Tensor) -> None:
-        self.hidden_sum += (hidden * upstream).sum(0)
-        self.upstream_sum += upstream.sum()
+    def add_tokens(
+        self,
+        hidden: Tensor,  # (n, D)
+        g: Tensor,  # (n, 1): the tokens' g_i, with their token weights in it
+    ) -> None:
+        self.hidden_sum += (hidden * g).sum(0)
+        self.g_sum += g.sum()
 
     def add_to(self, gradients: Gradients, smoothing: float) -> None:
         """Add the term's part of the classifier's gradients, when all tokens are counted."""
         if gradients.weight is not None:
             gradients.weight.addr_(self.smoothing_target, self.hidden_sum, alpha=-smoothing)
         if gradients.bias is not None:
-            gradients.bias.sub_(self.smoothing_target * self.upstream_sum, alpha=smoothing)
+            gradients.bias.sub_(self.smoothing_target * self.g_sum, alpha=smoothing)
 
 
 def _chunk_tokens(inputs: Inputs) -> int:

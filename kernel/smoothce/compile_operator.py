@@ -219,13 +219,15 @@ def operator_schema() -> str:
 
 def call_operator(tensors: InputTensors, options: dict[str, Any], impl: str) -> LossOutput:
     """`dispatch.run` in a graph that is being compiled. Options are as the caller gave them."""
-    words_and_flags = {}
+    # Everything is checked now but plain numbers, which the graph may hold as symbols: words, None,
+    # NumPy's numbers, and flags whatever is given for them, since 1 is not True. (While a graph is
+    # made, `type` says int or float of a symbol as well.)
+    checked_now = {}
     for name, value in options.items():
-        is_number = type(value) in (int, float)
-        # A flag is checked whatever its type, since 1 is not True.
-        if name in FLAGS or not is_number:
-            words_and_flags[name] = value
-    mistake = mistake_in(**words_and_flags)
+        is_plain_number = type(value) in (int, float)
+        if name in FLAGS or not is_plain_number:
+            checked_now[name] = value
+    mistake = mistake_in(**checked_now)
     if mistake is not None:
         raise ValueError(mistake)
     encoded = EncodedOptions.of(options)
@@ -242,11 +244,11 @@ def call_operator(tensors: InputTensors, options: dict[str, Any], impl: str) -> 
 
 
 @torch.compiler.assume_constant_result
-def mistake_in(**words_and_flags: Any) -> str | None:
+def mistake_in(**options: Any) -> str | None:
     """What `Options` says against these, or None. They are checked while the graph is made; options
-    that are numbers are checked when it runs."""
+    that are plain numbers are checked when it runs."""
     try:
-        Options(**words_and_flags)
+        Options(**options)
     except ValueError as error:
         return str(error)
     return None

@@ -191,8 +191,9 @@ def linear_cross_entropy(
     - `process_group`: its ranks share the vocabulary. Each has a part of the classifier's rows, in
       the order of ranks: as a plain tensor, of equally many rows on each rank, or as a DTensor of
       `Shard(0)`, whose last rank may have fewer rows, but one at least. `bias` and
-      `smoothing_target` are the rank's part or the whole vector. Hidden states and labels are the
-      same on every rank. The loss and the gradient of `hidden` are those of the whole vocabulary.
+      `smoothing_target` are the rank's part or the whole vector. Hidden states, labels and
+      `token_weights` are the same on every rank. The loss and the gradient of `hidden` are those of
+      the whole vocabulary.
 
     Under `torch.compile` a reduced loss makes its gradients in the forward, whatever `workspace`
     and `filter_eps` are, and the graph holds them until the backward. Three kinds of loss make them

@@ -38,8 +38,9 @@ class Options:
 
           reference                 `loss`
           chunked                   `_write_output` (the loss), `_gradient_rows`
-          triton.forward            `losses_kernel` (the loss)
-          triton.tokens             `Coefficients`, `coefficients_kernel`
+          triton.forward            `losses_kernel` (the loss), and its launch in `write_losses`
+          triton.tokens             `Coefficients`, `coefficients_kernel`, and its launch in
+                                    `coefficients`
           triton.filtered           `upstream_gradient`, which divides one by the other: their
                                     quotient 1 + 2ζ lse_i is called the lift
           triton.filter_kernels     `tile_gradients` (of listed pairs), `block_sums_kernel` and

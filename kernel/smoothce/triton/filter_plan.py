@@ -123,7 +123,13 @@ def scramble(bits):
 def draw(seed, token, block):
     """A number in (0, 1] that follows from three int32 alone, so that no generator is needed.
 
-    1 is what fp32 rounds the 128 largest of the 2^32 numbers to."""
+    1 is what fp32 rounds the 128 largest of the 2^32 numbers to.
+
+    `block` counts from 0 on each rank. Where ranks share a vocabulary, a token's log-sum-exp, which
+    is the seed, is the same on all of them, so that block j of every rank gets the same number for
+    a token. Each pair's number is uniform all the same, and the gradient right on average. But
+    these pairs are not drawn independently, so that the errors which the ranks add to dE can add up
+    and dE's variance can be larger than with a number of its own for each."""
     pair = (token * 65537 + block).to(tl.uint32, bitcast=True)
     bits = scramble(seed.to(tl.uint32, bitcast=True) ^ pair)
     return scramble(bits + 0x9E3779B9).to(tl.float32) * 2.0**-32 + 2.0**-33
@@ -142,7 +148,8 @@ def plan_kernel(
     """A program finds one block's threshold, then its list of tokens and all its coefficients.
 
     Pair statistics are base-2 and relative to the label's logit (`reference_logit_base2`), and so
-    is `relative_lse_base2` here, the log-sum-exp over the whole vocabulary.
+    is `relative_lse_base2` here. That is the token's log-sum-exp over the whole vocabulary; the
+    variable of this name in `forward_kernel` is the pair's, which is `log2_mass` here.
     """
     block = tl.program_id(0)
     n_valid = tl.load(valid_count)
@@ -337,7 +344,7 @@ def items_kernel(
     # be more than this block as well: `blocks_before` is the larger of that number and block + 1.
     # In the example above, S0 has 0 + 4 in reach: the tiles of blocks 0 and 1 end after 2 and 3
     # tiles, those of block 2 after 6, so that the number is 2, and b₀ is max(2, 1) = 2.
-    # (`block * 0` is a 0 that is a tensor from the start, as what the loop assigns is.)
+    # (`block * 0` is a plain 0, as that of `r0_low` is: Triton compiles both to the same code.)
     b0_low = block * 0
     b0_high = blocks + block * 0
 

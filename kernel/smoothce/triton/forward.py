@@ -169,6 +169,8 @@ def forward_kernel(
 
         # what is kept of the tile itself
         if pair_lse is not None:  # a super-block's tokens and blocks are far fewer than 2^31
+            # Both are the pair's, over this block alone, and relative to the label's logit.
+            # `plan_kernel` has a `relative_lse_base2` too: the token's, over the whole vocabulary.
             relative_lse_base2 = tl.clamp(block_lse_base2, -FP16_RANGE, FP16_RANGE)
             relative_largest = tl.clamp(tile_largest - reference, -FP16_RANGE, FP16_RANGE)
             tl.store(pair_lse + block * padded + rows, relative_lse_base2.to(tl.float16))

@@ -191,7 +191,10 @@ def reason_of_small_workspace(call: LossCall) -> str:
     n = len(call.inputs.labels)
     least = least_tokens(call)
     most = workspace // bytes_of_token(call)
-    # As many tokens at a time that no more roundings are needed, or fewer and fp32 sums.
+    # There are two ways to have enough. One takes so many tokens at a time that there are at most
+    # MOST_ROUNDINGS parts, without fp32 sums: `enough` begins with its bytes. The other takes the
+    # fewest tokens at a time, with fp32 sums beside their probabilities: `min` picks the cheaper.
+    # Where fp32 sums are no better, the fewest tokens are enough without any.
     enough = max(cdiv(n, MOST_ROUNDINGS), least) * bytes_of_token(call)
     if not can_sum_in_fp32(call):
         enough = least * bytes_of_token(call)

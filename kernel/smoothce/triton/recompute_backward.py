@@ -58,7 +58,11 @@ SUPER_BLOCK_TOKENS = 8192
 # memory of `grad_in_forward`. With `gradients` for the bytes that dE and dC have together, whether
 # both are wanted or only one of them,
 #
-#     chunk memory + (fp32 sum of dE − dE)  ≤  min(CHUNK_BYTES, CHUNK_SHARE · gradients)
+#     chunk memory + (bytes of dE's sum in fp32 − bytes of dE)
+#         ≤  min(CHUNK_BYTES, CHUNK_SHARE · gradients)
+#
+# The difference is 2 n D bytes for n tokens of 16-bit inputs, and 0 for fp32 ones. It counts where
+# dE is wanted (`entries_of_chunk_memory`).
 #
 # With CHUNK_BYTES and all else that it holds a step comes to the 118 MB of kernel/README.md.
 # CHUNK_SHARE leaves room for the few numbers that each token has besides, 0.0035 · gradients at
