@@ -122,10 +122,15 @@ def _check_dtypes(tensors: InputTensors) -> None:
     if tensors.weight.dtype != dtype:
         raise TypeError(f"weight must have hidden's dtype {dtype}, not {tensors.weight.dtype}")
     bias = tensors.bias
-    if bias is not None and bias.dtype not in (dtype, torch.float32):
+    if bias is not None and not is_bias_dtype(bias.dtype, dtype):
         raise TypeError(f"bias must have hidden's dtype {dtype} or torch.float32, not {bias.dtype}")
     if tensors.labels.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"labels must be int64 or int32, not {tensors.labels.dtype}")
+
+
+def is_bias_dtype(bias_dtype: torch.dtype, hidden_dtype: torch.dtype) -> bool:
+    """Whether a bias may have this dtype beside hidden states of that one."""
+    return bias_dtype in (hidden_dtype, torch.float32)
 
 
 def _check_no_gradient(tensors: InputTensors) -> None:

@@ -128,11 +128,18 @@ def autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Each as `F.linear` would take it."""
+    dtype = autocast_dtype(hidden)
+    if dtype is None:
+        return hidden, weight, bias
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    """What `autocast` casts a call's tensors to, or None where it leaves them as they are."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def check_impl(impl: str) -> None:

@@ -1,9 +1,13 @@
 """What a model says of each token, without its logits in memory."""
 
+from numbers import Real
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
-from smoothce.checks import DTYPES, check_tensors
+from smoothce.checks import check_tensors, is_bias_dtype
+from smoothce.dispatch import autocast_dtype
 from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import TokenStatistics, accumulation_dtype, is_number
 
@@ -41,12 +45,16 @@ def token_statistics(
         labels_or_zeros = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         ignore_index = -1  # nothing is masked, also where the caller's `ignore_index` is 0
     if temperature != 1:
-        # cap(x) / τ is a cap of softcap / τ on x / τ, and x is a scaled product plus a bias.
+        # cap(x) / τ is a cap of softcap / τ on x / τ, and x is a scaled product plus a bias. What
+        # the loss refuses stays as the caller gave it, so that the loss refuses it by that.
         divisor = float(temperature)
-        if softcap is not None:
+        if _is_real_number(softcap) and softcap > 0:
             softcap = softcap / divisor
-        logit_scale = (1.0 if logit_scale is None else logit_scale) / divisor
-        if bias is not None and bias.dtype in DTYPES:  # one in another dtype the loss refuses
+        if logit_scale is None:
+            logit_scale = 1.0
+        if _is_real_number(logit_scale):
+            logit_scale = logit_scale / divisor
+        if bias is not None and _loss_takes_bias(bias, hidden):
             bias = bias.to(accumulation_dtype(bias.dtype)) / divisor
     _, statistics = linear_cross_entropy(
         hidden,
@@ -62,3 +70,15 @@ def token_statistics(
     if labels is None:
         return statistics._replace(log_probability=None)
     return statistics
+
+
+def _is_real_number(value: object) -> TypeGuard[float]:
+    """Whether it can be divided as a number. The loss asks whether it is finite: `is_number`, which
+    asks too, would break a graph of `torch.compile` in which the number is a symbol."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _loss_takes_bias(bias: Tensor, hidden: Tensor) -> bool:
+    """Whether the loss takes a bias of this dtype beside these hidden states. Autocast casts it,
+    whatever its dtype."""
+    return autocast_dtype(hidden) is not None or is_bias_dtype(bias.dtype, hidden.dtype)

@@ -158,6 +158,40 @@ def test_statistics_refuse_fp8():
         smoothce.token_statistics(HIDDEN, WEIGHT, bias=bias, temperature=2.0)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_statistics_refuse_a_bias_of_another_dtype_at_every_temperature(dtype, temperature):
+    bias = torch.zeros(10, dtype=torch.float16)
+    with pytest.raises(TypeError, match=r"bias .*torch\.float32, not torch\.float16"):
+        smoothce.token_statistics(
+            HIDDEN.to(dtype), WEIGHT.to(dtype), bias=bias, temperature=temperature
+        )
+
+
+def test_statistics_under_autocast_divide_a_bias_of_any_dtype():
+    bias = torch.arange(10)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = smoothce.token_statistics(HIDDEN, WEIGHT, bias=bias, temperature=2.0)
+        expected = smoothce.token_statistics(HIDDEN, WEIGHT, bias=bias.float(), temperature=2.0)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"softcap": "30"}, "softcap must be None or a positive number, not '30'"),
+        ({"softcap": True}, "softcap must be None or a positive number, not True"),
+        ({"softcap": -3}, "softcap must be None or a positive number, not -3"),
+        ({"logit_scale": "2"}, "logit_scale must be None or a number, not '2'"),
+        ({"logit_scale": True}, "logit_scale must be None or a number, not True"),
+    ],
+)
+def test_statistics_refuse_an_option_as_it_was_given(option, message, temperature):
+    with pytest.raises(ValueError, match=message):
+        smoothce.token_statistics(HIDDEN, WEIGHT, temperature=temperature, **option)
+
+
 def test_statistics_refuse_what_is_no_tensor():
     with pytest.raises(TypeError, match="hidden must be a tensor, not list"):
         smoothce.token_statistics([1.0], WEIGHT)
