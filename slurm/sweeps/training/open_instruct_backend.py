@@ -68,8 +68,9 @@ class OpenInstructOptions(CommonOptions):
     )
     filter_eps: float | Literal["auto"] | None = option(
         None,
-        "Threshold of smoothce's filter, which leaves out small parts of the gradient on a GPU for "
-        "speed; `auto` chooses it by the vocabulary's size, null keeps the gradient exact.",
+        "Threshold of smoothce's filter, which on a GPU computes only a random choice of the "
+        "gradient's small parts, for speed, and scales these up, so that the gradient is right on "
+        "average; `auto` chooses it by the vocabulary's size, null keeps the gradient exact.",
     )
 
 

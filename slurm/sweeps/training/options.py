@@ -190,8 +190,9 @@ class TrainOptions(CommonOptions):
     )
     filter_eps: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] | None = option(
         None,
-        "Threshold of smoothce's filter, which leaves out small parts of the gradient on a GPU for "
-        "speed; `auto` chooses it by the vocabulary's size, null keeps the gradient exact.",
+        "Threshold of smoothce's filter, which on a GPU computes only a random choice of the "
+        "gradient's small parts, for speed, and scales these up, so that the gradient is right on "
+        "average; `auto` chooses it by the vocabulary's size, null keeps the gradient exact.",
     )
     smoothing_target: Annotated[str, Field(pattern=r"^unigram$|\.npy$")] | None = option(
         None,
