@@ -12,6 +12,7 @@ from calibeval import evaluations
 from calibeval import records as record_files
 from calibeval.evaluations import Evaluation
 from calibeval.measures import ConfidenceDefinition
+from calibeval.records import Records
 
 # The state of a file: when it was written last, in nanoseconds, and its size in bytes.
 FileState = tuple[int, int]
@@ -38,7 +39,16 @@ def _load(
     path: Path, state: FileState, metrics: tuple[str, ...], normalise: str | None
 ) -> Evaluation:
     """`load`, kept for each `state` of the file: a run stands in many rows of a table."""
-    return evaluations.measure(record_files.read(path, normalise), metrics=metrics)
+    return evaluations.measure(_records(path, state, normalise), metrics=metrics)
+
+
+@cache
+def _records(path: Path, state: FileState, normalise: str | None) -> Records:
+    """The records in `path`, kept likewise: some 4 MB for a file of MMLU's size.
+
+    Tables ask the same files for one metric after another, and reading takes as long as measuring.
+    """
+    return record_files.read(path, normalise)
 
 
 def ece_floors(path: Path) -> dict[ConfidenceDefinition, float]:
@@ -50,7 +60,7 @@ def ece_floors(path: Path) -> dict[ConfidenceDefinition, float]:
 def _ece_floors(path: Path, state: FileState) -> dict[ConfidenceDefinition, float]:
     """`ece_floors`, kept likewise."""
     # Sorted by id as `measure` sorts them, so that the same answers are simulated as there.
-    records = evaluations.in_order(record_files.read(path))
+    records = evaluations.in_order(_records(path, state, None))
     samples = evaluations.samples_of(records)
     return {
         among: evaluations.floor_tests(sample, ("ece",))["ece"].floor

@@ -22,6 +22,9 @@ from studies.claims.parts import PUBLISHED, Study
 from calibeval import evaluations
 from sweeps.runs.files import read_rows
 
+# The first test that asks for a model's records unpacks and measures all of them.
+pytestmark = pytest.mark.timeout(900)
+
 LARGE = "qwen2.5-coder-1.5b"
 SMALL = "qwen2.5-coder-0.5b"
 SMOLLM2 = "smollm2-135m"
