@@ -34,18 +34,21 @@ def narrow(tmp_path_factory, monkeypatch) -> Iterator[Path]:
     subprocess.run([CLUSTER, "stop", folder], check=True)
 
 
-def test_more_runs_than_an_array_may_have_are_split(narrow, profile, toy_file, tmp_path):
+def test_more_runs_than_an_array_may_have_are_split(narrow, profile, toy_file, tmp_path, hold):
     """And a throttle of the sweep holds for all of them: the arrays wait for each other."""
     seeds = list(range(1, 10))
     path = toy_file(
         grid={"seed": seeds},
-        train={"steps": 3},
+        train={"steps": 12},
         throttle=3,
-        cluster=profile(memory_per_node="200M"),
+        cluster=profile(
+            memory_per_node="200M", pass_environment=["OMP_NUM_THREADS", "PYTHONPATH", "TOY_HOLD"]
+        ),
     )
     printed = submit(path)
     assert re.findall(r"trains (\d) run", printed) == ["4", "4", "1"], printed
     assert "9 queued or running, nothing to add" in submit(path)
+    hold.unlink()
     wait_for(empty)
     runs = runs_of(path)
     assert all(run.done and len(rows(run, "began")) == 1 for run in runs), logs(tmp_path)
