@@ -4,14 +4,15 @@
     python benchmarks/training.py --alpaca alpaca_data.json --out FOLDER --models llama-8b --gpus 2
 
 Every trainer fine-tunes the same model (random weights of a real shape), on the same conversations
-with the same tokens, 64 conversations an update, AdamW over fp32 weights with bf16 computation
-(Unsloth chooses its weights' dtype itself), gradients clipped at a norm of 1, a learning rate that
-falls linearly from its first update. FOLDER/training.jsonl grows by a row a trial, with its date,
-card, versions and commit; a trial that fails, or a library that is not installed, is a row with its
-reason. The table comes last. What an earlier call left of a trial in FOLDER is deleted when the
-trial begins, its caches and its profile too. Model and tokenizer stay, unless the model's shape,
-the chat template or the conversations are others than before: --steps and --conversations, for
-example, change how many conversations there are.
+with the same tokens, 64 conversations an update, AdamW over fp32 weights with bf16 computation,
+gradients clipped at a norm of 1, a learning rate that falls linearly from its first update.
+(Unsloth chooses its weights' dtype itself, and ours-lora freezes weights of bf16.)
+FOLDER/training.jsonl grows by a row a trial, with its date, card, versions and commit; a trial that
+fails, or a library that is not installed, is a row with its reason. The table comes last. What an
+earlier call left of a trial in FOLDER is deleted when the trial begins, its caches and its profile
+too. Model and tokenizer stay, unless the model's shape, the chat template or the conversations are
+others than before: --steps and --conversations, for example, change how many conversations there
+are.
 
 Not the same: the sweeps' trainer packs an update into rows without padding. The others have
 micro-batches of 16 conversations (of 8 with llama-8b), which nothing tunes to the memory that is
@@ -35,13 +36,14 @@ Trainers:
     unsloth         Unsloth's FastLanguageModel under SFTTrainer, all weights trained
 
 Columns: tokens/s (tokens that are no padding, median over updates after the third), milliseconds an
-update (a mean update's tokens at that pace), MFU (model FLOP utilisation, about: (6 N + 6 V D t +
-6 L H d · s) · tokens/s over the peak of --peak, for N weights of linear maps in the layers, V × D
-of the classifier, t the share of tokens that are targets of the loss, L layers of H heads of d
+update (a mean update's tokens at that pace), MFU (model FLOP utilisation, about: (6 N + 6 V D t + 6
+L H d · s) · tokens/s over the peak of --peak, for N weights of linear maps in the layers, V × D of
+the classifier, t the share of tokens that are targets of the loss, L layers of H heads of d
 dimensions, and s the mean number of tokens of a conversation, which counts long conversations'
 attention too low), the peak of allocated GPU memory, seconds until the first update is done, and
-the mean loss of the last quarter of updates. A row of training.jsonl also has t as `learnt`, s
-as `mean_length`, and --conversations, which are those of one update, as `conversations`.
+the mean loss of the last quarter of updates. Of ours-lora MFU is up to half too high, because
+frozen weights get no gradient. A row of training.jsonl also has t as `learnt`, s as `mean_length`,
+and --conversations, which are those of one update, as `conversations`.
 
 The tokenizer is a BPE trained on the data, so that tokens are about as long as usual. A file with
 fewer conversations than all updates need is repeated.

@@ -104,6 +104,7 @@ class ScheduleCallback(TrainerCallback):
             write_rows(metrics, rows)
         if state.global_step > 0:
             print_once(f"resumed: step {state.global_step} of {state.max_steps}")
+        # Of this process: under torchrun of the first rank, without torchrun's own start.
         print_once(f"training: begins after {seconds_since_start():.0f} s")
 
     def on_step_end(

@@ -51,8 +51,8 @@ def deleted_on_failure(part: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Asked before the deleting, which makes room. The folder of `part` itself may be missing,
-        # where the disk was too full to make it.
+        # Asked before the deleting, which makes room. Even the folder that is to hold `part` may be
+        # missing, where the disk was too full to make it.
         existing_folder = next(folder for folder in part.absolute().parents if folder.exists())
         was_full = is_disk_full(existing_folder)
         shutil.rmtree(part, ignore_errors=True)

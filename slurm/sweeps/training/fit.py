@@ -146,7 +146,8 @@ def make_trainer(
         data_digest=dataset.fingerprint + smoothing_target.digest,
     )
     with warnings.catch_warnings():
-        # patch_model warns that it verifies the model's loss only with the first training batch.
+        # `patch_model`, which `patch_trainer` calls, warns that it verifies the model's loss only
+        # with the first training batch.
         # That is right here, and no news to the user.
         warnings.filterwarnings("ignore", "patch_model verifies .* when its first training batch")
         install_loss(trainer, train_options, smoothing_target.shares)

@@ -6,10 +6,10 @@ change how an update is computed, not what it is.
 
 An update's conversations form one block, or under `reduce_loss: mean` several blocks of
 per_device_train_batch_size conversations. The losses of a block are summed, and the sum is divided
-by the block's divisor. (The descriptions of `reduce_loss` and of the other options, which are for
-users, call these blocks micro-batches.) Here a micro-batch is what one rank computes at once: a
-packed row of conversations end to end, or padded rows of one conversation each. Each block is split
-into such micro-batches, which have its divisor, and these are dealt to the ranks.
+by the block's divisor. Here a micro-batch is what one rank computes at once: a packed row of
+conversations end to end, or padded rows of one conversation each. Each block is split into such
+micro-batches, which have its divisor, and these are dealt to the ranks. (The descriptions of the
+keys, which are for users, call each per_device_train_batch_size conversations a micro-batch.)
 
 The loss of an update, which its gradient belongs to, is
 

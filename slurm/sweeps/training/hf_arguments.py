@@ -198,7 +198,9 @@ def first_rank_reads(world: World) -> bool:
 def adapted_deepspeed_config(deepspeed: dict[str, Any], clip_grad_norm: float) -> dict[str, Any]:
     """A DeepSpeed config in which one batch of the Trainer is a whole update."""
     adapted = dict(deepspeed)
-    # DeepSpeed wants three sizes that multiply out. Only the accumulation changes what it computes.
+    # DeepSpeed checks that the two batch sizes and the accumulation multiply out, and reads nothing
+    # else from the sizes. By the accumulation it would divide losses, and make its step every so
+    # many backward passes. `SweepTrainer` does both itself, so the accumulation is 1.
     adapted["train_micro_batch_size_per_gpu"] = "auto"
     adapted["train_batch_size"] = "auto"
     adapted["gradient_accumulation_steps"] = 1

@@ -105,8 +105,9 @@ class SweepTrainer(Trainer):
         # Where this is set, accelerate's `backward` clips DeepSpeed's gradients, makes the
         # optimizer's step and clears the gradients.
         self.accelerator.gradient_state._set_sync_gradients(is_last)
-        # The loss is divided already, by the micro-batch's divisor. DeepSpeed would divide it by
-        # its own number of micro-batches, which `hf_arguments` sets to 1.
+        # The loss is divided already, by the micro-batch's divisor. `scale_wrt_gas=False` keeps
+        # DeepSpeed from dividing it by its accumulation steps. (`hf_arguments` sets these to 1, so
+        # that today it would change nothing.)
         self.accelerator.backward(loss, scale_wrt_gas=False)
 
     def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +155,8 @@ class SweepTrainer(Trainer):
         """Write a row of metrics.jsonl; a loss there is a mean over targets, in nats.
 
         The mean is over the updates since the last row or, after a resume, since the checkpoint:
-        updates between the last row before a checkpoint and the checkpoint are then in no row.
+        updates between the last row before a checkpoint and the checkpoint are then in no row. With
+        logging_steps 10 and a checkpoint at 25, these are 21 to 25.
         Raises InputError once the loss is infinite or not a number.
         """
         if "loss" not in logs and "held_out_loss" not in logs:
@@ -218,5 +220,6 @@ class SweepTrainer(Trainer):
             with deleted_on_failure(part):
                 publish_checkpoint(written, folder, self.data_digest, keep_last)
             shutil.rmtree(part, ignore_errors=True)
-        # No rank may leave before: torchrun ends all ranks with the first that does.
+        # No rank goes on before the checkpoint is published. One that has stopped exits with 75, at
+        # which torchrun ends the others, the one that publishes too.
         self.accelerator.wait_for_everyone()

@@ -168,13 +168,12 @@ class TrainOptions(CommonOptions):
     """The `train:` keys of backend trainer.
 
     An update is made of per_device_train_batch_size × processes × gradient_accumulation_steps
-    conversations, however they are split over micro-batches and processes. How many of them a GPU
-    computes at once:
+    conversations. A micro-batch of the keys' descriptions is a group of per_device_train_batch_size
+    of them, whatever a GPU computes at once. That is:
 
-        padded    per_device_train_batch_size
-        packed    as many as max_tokens holds; under `reduce_loss: mean` no more than
-                  per_device_train_batch_size, because the mean over targets is taken of each
-                  such group by itself
+        padded    per_device_train_batch_size conversations
+        packed    as many as max_tokens holds; under `reduce_loss: mean` never of two micro-batches,
+                  because each has a mean of its own (`global_batches.Block`)
     """
 
     chat_template_name: Literal["tulu", "alpaca"] | None = option(

@@ -5,7 +5,8 @@ The processes of such a run, from the first to the last:
 1. `python -m sweeps train`. Under backend trainer it becomes torchrun (`exec_torchrun`). Under
    open-instruct it stays, to turn signals into the stop file, and starts torchrun as a child.
 2. torchrun is `sweeps.training.torchrun_agent`, the process above the ranks. A run on several nodes
-   has one on each: `sweeps.launch.worker` starts them by one srun, and they meet on the first node.
+   has one on each: `sweeps.launch.worker` starts step 1 on every node by one srun, each becomes or
+   starts torchrun, and these meet on the first node.
 3. `python -m sweeps.training.run_rank MODULE ARGUMENTS…` is one rank, which runs a module.
 
 A run of one process has neither torchrun nor ranks: `sweeps train` trains in its own process, or

@@ -243,7 +243,8 @@ def locked_cache(lock: Path, train_file: Path) -> Iterator[None]:
     Ranks and runs that begin together wait here for the first of them. They say which process they
     wait for: after a few seconds, and then every ten minutes. Raises InputError after twelve hours.
     """
-    # A file of its own, as whoever opens and closes a file that it has locked loses the lock.
+    # The holder's name stands in a file of its own. To write it into the locked file would drop the
+    # lock: a process loses its lock (lockf) when it closes any handle of that file.
     holder_file = lock.with_suffix(".holder")
     waited = 0
     patience = FIRST_NOTICE

@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> None:
         _, first_failure = error.get_first_failure()
         exit_code = first_failure.exitcode
         if asked_to_stop.is_set() and exit_code == -signal.SIGTERM:
-            # The rank had not come to handling TERM, and so not to training either.
+            # The rank died of TERM between `run_rank`, which unblocks it, and
+            # `callbacks.StopSignal`, which handles it: so before any training.
             print("stopped: SIGTERM came before the first update; nothing is lost", flush=True)
             exit_code = Outcome.STOPPED.value
         if exit_code == Outcome.STOPPED.value:
