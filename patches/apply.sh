@@ -136,7 +136,7 @@ if ! git -c merge.conflictStyle=merge merge-file -p --quiet "$unpatched" "$befor
       shown++
       if (shown <= 40) print "  " $0
     }' "$merged")
-  fail "$file in $checkout differs from that of ${commit:0:12} where the patches add lines, so nothing was changed. $runner. Or move your changes off these lines, or patch a second checkout ($get) and carry them over. Your lines there:"$'\n'"$clash"
+  fail "$file in $checkout differs from that of ${commit:0:12} where the patches add lines, so nothing was changed. $runner Or move your changes off these lines, or patch a second checkout ($get) and carry them over. Your lines there:"$'\n'"$clash"
 fi
 [ "$patched_already" = no ] || cmp -s "$target" "$merged" ||
   fail "$file in $checkout holds lines of these patches at other places than theirs, or some of them only (plain \`git apply\` adds them at the end of the file), so nothing was changed. Take the file back (git -C $checkout checkout -- $file; save changes of your own first) and run this again"

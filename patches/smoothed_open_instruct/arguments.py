@@ -4,7 +4,8 @@
 
 patches/README.md says where a new flag goes, under "To change a patch, or to add a flag".
 
-Two functions at the end leave out what compute nodes without internet cannot do.
+`set_attention_dropout` carries out the flag of its name. Two functions at the end leave out what
+compute nodes without internet cannot do.
 """
 
 import os

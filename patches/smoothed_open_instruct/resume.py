@@ -149,8 +149,8 @@ def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
     number of the epoch's first batches that it leaves out. It is 0 where the run continues from the
     end of an epoch.
 
-    The loader is told the epoch, because without the batches already seen it would shuffle as if it
-    were epoch 0.
+    `skip_first_batches` makes a new loader, which knows of no epoch, and would shuffle as in epoch
+    0. So it is told the epoch.
 
     To start iterating draws one random number. Where batches are skipped, the interrupted run had
     drawn it before its checkpoint; drawn once more it would move every later dropout mask, so that
@@ -192,9 +192,9 @@ def _claim_output_folder(output: Path, args: Namespace, *, is_first_rank: bool) 
 
     The first rank makes the folder, and writes the job's settings to its SETTINGS_FILE. Other
     settings that an earlier run has noted there are another job's, and end the process, whether
-    that run is finished or not; a `keep_last_n_checkpoints` of 0 or None does too. With
-    `--overwrite_output_dir` the folder may be any job's: the marks of its model and of its
-    checkpoints are deleted, so that none of these is taken for this job's.
+    that run is finished or not. With `--overwrite_output_dir` the folder may be any job's: the
+    marks of its model and of its checkpoints are deleted, so that none of these is taken for this
+    job's. A `keep_last_n_checkpoints` of 0 or None ends the process too, whatever is in the folder.
     """
     if getattr(args, "keep_last_n_checkpoints", 1) in (None, 0):
         refuse(

@@ -87,7 +87,8 @@ class TrainingLoss:
             if len(micro_batches) == self.args.gradient_accumulation_steps or ends_epoch:
                 yield Step(micro_batches, ends_epoch)
                 micro_batches = []
-        assert not micro_batches  # a loader that is not accelerate's has marked no end
+        # This fails for a loader that is not accelerate's, which marks no end.
+        assert not micro_batches
 
     def _inputs_of_step(self, step: Step) -> dict[str, Tensor]:
         """What the model is given beside each micro-batch of a step."""

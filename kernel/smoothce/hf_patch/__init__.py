@@ -33,7 +33,7 @@ To read, in this order:
   loss, `head_forward` what its head runs, and `outputs` what comes out;
 - `verification` decides whether a model can be patched at all: `probe` runs it, `logit_map` finds
   what it does to its logits, and `head_hooks` which hooks may stay on its head;
-- `user_warnings` has every warning name the user's own line;
+- `user_warnings` makes every warning point at the user's own line;
 - `trainer` and `callback` are for Hugging Face's Trainers, and `trl` is what is known of TRL;
 - `families` makes kernel/FAMILIES.md and is used by nothing else here.
 """

@@ -29,8 +29,8 @@ class HeadForward:
     False, the one that evaluation reports. That is upstream's: the mean cross-entropy, without
     smoothing, z-loss or a loss of the caller's own, whatever the settings' reduction. Labels that
     the settings ignore are ignored there too. A patched model goes by its mode, `model.training`,
-    so that it follows `model.train()` and `model.eval()`. The losses of `smoothce.integrations`
-    have no mode, and go by whether gradients are on.
+    so that it follows `model.train()` and `model.eval()`. Losses of `smoothce.integrations` that
+    know of no model go by whether gradients are on.
     """
 
     ATTRIBUTE = "_smoothce_head_forward"  # under which a patched head keeps it
@@ -52,7 +52,8 @@ class HeadForward:
         hidden: Tensor,  # (B, T, D)
         *,
         labels: Tensor | None = None,  # (B, T), shifted
-        # A mean's, instead of the number of valid labels: upstream's `num_items_in_batch`.
+        # What a mean is divided by instead of the number of valid labels: upstream's
+        # `num_items_in_batch`.
         divisor: Tensor | int | None = None,
         as_in_training: bool = True,
         with_statistics: bool = False,

@@ -1,6 +1,7 @@
 """What a patched model's forward returns: an object of upstream's own class, without logits.
 
-The auxiliary loss of a mixture of experts is computed and added here, as upstream does."""
+The auxiliary loss of a mixture of experts is computed and weighted here, as upstream does;
+`fused_forward` adds it."""
 
 import dataclasses
 import sys

@@ -47,8 +47,9 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
     SFTTrainer evaluates, after `patch_trainer`, there are no logits whatever `eval_logits` is.
 
     `labels` (B, T) are shifted by the model as ever, `shift_labels` are shifted already and count
-    as labels. (In evaluation with logits upstream's forward gets both as they are, and that of
-    transformers returns no loss for `shift_labels` without `labels`.)
+    as labels. (In evaluation with logits upstream's forward gets both, with -100 for labels of
+    another `ignore_index`, and that of transformers returns no loss for `shift_labels` without
+    `labels`.)
 
     The loss is in nats per valid token; `num_items_in_batch`, which the Hugging Face Trainer
     passes, replaces the number of valid tokens as the mean's divisor, and 1 makes the mean of

@@ -26,8 +26,9 @@ LOSS_REQUEST = "fused_lm_head"  # the argument by which TRL's trainers ask a for
 def is_trls_forward(forward: Callable[..., Any]) -> bool:
     """Whether it is a forward, or the function of a method, that TRL has given a model.
 
-    TRL copies name and module of the forward that it replaces, so that only what the function was
-    defined among tells. Other versions have other functions for this."""
+    TRL copies name and module of the forward that it replaces. So only the function's globals tell
+    the two apart: they are those of the module that defines it. Other versions of TRL have other
+    functions for this."""
     function = getattr(forward, "__func__", forward)
     defined_in = getattr(function, "__globals__", {}).get("__name__", "")
     return defined_in.startswith("trl.")

@@ -207,7 +207,7 @@ def verify(
             runs = _verified_runs(fused, given, inputs)
         except CannotRun as first_reason:
             with plain_attention(causal):
-                runs = _runs_with_plain_attention(fused, given, inputs, first_reason)
+                runs = _runs_after_a_failure(fused, given, inputs, first_reason)
     return VerifiedLoss(
         runs.logit_map,
         runs.output_class,
@@ -225,10 +225,11 @@ class VerifiedRuns(NamedTuple):
     acting_on_logits: list[WatchedAttribute]  # which hold the map's numbers under other names
 
 
-def _runs_with_plain_attention(
+def _runs_after_a_failure(
     fused: FusedForward, given: GivenLogitMap, inputs: dict[str, Any], first_reason: CannotRun
 ) -> VerifiedRuns:
-    """The same once more, for a model that could not run with its own attention.
+    """`_verified_runs` once more, of a model that could not run with its own attention. The caller
+    has put plain attention on.
 
     Where it cannot run this way either, both reasons are said: the first is that of the attention
     which the user has chosen."""
@@ -285,7 +286,7 @@ def _frozen_outside(
     causal: CausalModel, head: nn.Linear, *, are_whole: bool
 ) -> tuple[FrozenTensor, ...]:
     """The frozen tensors outside decoder and head. Values are followed of those that are whole, and
-    not large: a bias of the logits is, a second tower's weights are not."""
+    not large. So a bias of the logits is followed, and a second tower's weights are not."""
     frozen = []
     for place in tensors_outside(causal, head):
         tensor = place.tensor()
@@ -344,7 +345,8 @@ def _find_logit_map(fused: FusedForward, given: GivenLogitMap, run: UpstreamRun)
     # are equally near it is the plainest.
     nearest = min(differences, key=lambda logit_map: differences[logit_map])
     expected = nearest(run.ramp)
-    # Rounding may move any one logit far, and hardly all of them together.
+    # Two checks. No logit is off by more than rounding, four epsilon. And the logits as a whole are
+    # not stretched by more than one: rounding moves each of them, and hardly all together.
     is_near = differences[nearest] <= precision * expected.abs().max().item()
     if is_near and abs(slope(expected, run.logits) - 1) <= max(TOLERANCE, epsilon):
         return nearest
