@@ -10,6 +10,10 @@ The checks come in an order, since each takes for granted what the one before ha
 `explain` runs all but the last.
 """
 
+import math
+from itertools import accumulate
+from operator import mul
+
 import torch
 from torch import Tensor
 
@@ -38,7 +42,13 @@ def check_tensors(**tensors: Tensor | None) -> None:
             )
 
 
-def check_layout(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+def check_layout(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    token_weights: Tensor | None,
+) -> None:
     """Raises ValueError where the shapes of these do not fit together."""
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -57,6 +67,31 @@ def check_layout(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | 
         )
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(f"bias must be ({vocabulary},), not {tuple(bias.shape)}")
+    if token_weights is not None and not _flatten_alike(token_weights.shape, labels.shape):
+        raise ValueError(
+            f"token_weights must have labels' shape {tuple(labels.shape)}, or that flattened, "
+            f"not {tuple(token_weights.shape)}"
+        )
+
+
+def _flatten_alike(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether numbers of the two that have the same place when both are flattened belong together.
+
+    They do where neighboring dimensions of one make up a dimension of the other, so that one has
+    all products of leading dimensions that the other has: (2, 2, 3) has 2, 4 and 12, and (4, 3)
+    has 4 and 12. (3, 4) has 3 and 12, which is another layout than either."""
+    if shape == other:
+        return True
+    if math.prod(shape) != math.prod(other):
+        return False
+    products = list(accumulate(shape, mul, initial=1))
+    other_products = list(accumulate(other, mul, initial=1))
+    return _has_all(products, other_products) or _has_all(other_products, products)
+
+
+def _has_all(numbers: list[int], wanted: list[int]) -> bool:
+    # Not by `in`, which can miss a number that is a symbol in a graph of `torch.compile`.
+    return all(any(number == one for number in numbers) for one in wanted)
 
 
 def check_call(inputs: Inputs) -> None:
@@ -66,9 +101,6 @@ def check_call(inputs: Inputs) -> None:
     _check_dtypes(tensors)
     if tensors.smoothing_target is not None:
         _check_target_shape(tensors.smoothing_target, len(tensors.weight))
-    token_weights = tensors.token_weights
-    if token_weights is not None and token_weights.shape != tensors.labels.shape:
-        raise ValueError(f"token_weights must have labels' shape, not {tuple(token_weights.shape)}")
     _check_no_gradient(tensors)
     _check_devices(tensors)
 

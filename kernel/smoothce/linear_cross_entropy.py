@@ -127,7 +127,7 @@ def linear_cross_entropy(
     - `label_smoothing`, which is β, in [0, 1];
     - `smoothing_target`, which is u, a fixed distribution over the vocabulary that smoothing moves
       labels towards (None: 1/V everywhere);
-    - `token_weights`, which is ω, 0 or more for each token (None: 1);
+    - `token_weights`, which is ω, 0 or more for each token (None: 1), in the labels' shape or flat;
     - `z_loss`, which is ζ;
     - `softcap` and `logit_scale`, which are the model's (None: it has none);
     - `ignore_index`, the label of tokens whose loss is 0;
@@ -252,7 +252,7 @@ def prepare_tensors(
     if shard is not None:
         bias = shard.local_part("bias", bias, len(weight))
         smoothing_target = shard.local_part("smoothing_target", smoothing_target, len(weight))
-    checks.check_layout(hidden, weight, labels, bias)
+    checks.check_layout(hidden, weight, labels, bias, token_weights)
     if labels.dtype == torch.int32:
         labels = labels.long()  # implementations index with them; not every PyTorch takes int32
     tensors = InputTensors(

@@ -198,6 +198,53 @@ def test_statistics_refuse_what_is_no_tensor():
 
 
 @pytest.mark.parametrize(
+    ("weights_shape", "labels_shape"),
+    [((3, 2), (2, 3)), ((2, 6), (3, 4)), ((5,), (2, 3)), ((2,), (2, 3)), ((3, 2, 1), (2, 3))],
+    ids=str,
+)
+def test_token_weights_of_another_layout_than_the_labels(weights_shape, labels_shape):
+    """Flattened, they would weigh other tokens than they stand beside."""
+    labels = torch.zeros(labels_shape, dtype=torch.int64)
+    hidden = torch.randn(*labels_shape, 8)
+    message = f"token_weights .*{re.escape(str(labels_shape))}.*{re.escape(str(weights_shape))}"
+    with pytest.raises(ValueError, match=message):
+        smoothce.linear_cross_entropy(
+            hidden, WEIGHT, labels, token_weights=torch.ones(weights_shape)
+        )
+
+
+@pytest.mark.parametrize(
+    ("weights_shape", "labels_shape"),
+    [
+        ((6,), (6,)),
+        ((2, 3), (2, 3)),
+        ((6,), (2, 3)),
+        ((2, 3), (6,)),
+        ((6, 1), (6,)),
+        ((4, 3), (2, 2, 3)),
+        ((2, 6), (2, 2, 3)),
+        ((1,), ()),
+        ((0,), (2, 0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_token_weights_that_flatten_as_the_labels_do(weights_shape, labels_shape, compiled):
+    labels = torch.randint(10, labels_shape)
+    hidden = torch.randn(*labels_shape, 8)
+    weights = torch.rand(weights_shape)
+    loss = smoothce.linear_cross_entropy
+    if compiled:
+        torch.compiler.reset()  # else these are more shapes than are compiled for one function
+        loss = torch.compile(loss, backend="eager", dynamic=True, fullgraph=True)
+    losses = loss(hidden, WEIGHT, labels, token_weights=weights, reduction="none")
+    flat = smoothce.linear_cross_entropy(
+        hidden.reshape(-1, 8), WEIGHT, labels.reshape(-1), reduction="none"
+    )
+    torch.testing.assert_close(losses.reshape(-1), flat * weights.reshape(-1))
+
+
+@pytest.mark.parametrize(
     ("change", "error"),
     [
         ({"hidden": None}, TypeError),
