@@ -562,12 +562,12 @@ def whose_end(
         # This method ran when the process ended by itself or hung: it is to blame, and the others
         # are tried again.
         return [latest["contender"]], ended.reason
-    # No method ran.
+    # No method ran when the process ended, so that no unfinished one is to blame.
     if len(unfinished) < len(asked):
-        # At least one of this process's methods has finished, perhaps by breaking the GPU: then its
-        # row is "failed" already. The next process is without it, so that there is an end.
+        # At least one of this process's methods has finished. If it broke the GPU, it has written
+        # "failed" into its own row. The unfinished ones are tried again in a process without it.
         return [], ended.reason
-    # Nobody is to blame, and all would end so again.
+    # None has finished either: a further process would be the same, and end so again.
     return unfinished, ended.reason
 
 

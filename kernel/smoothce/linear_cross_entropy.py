@@ -165,10 +165,11 @@ def linear_cross_entropy(
       time. These calls do so whatever `workspace` is: in fp16, with `return_lse`, with a softcap
       over 43.3, and a loss per token where the classifier or the bias wants a gradient.
 
-      Any other number is an upper bound for the probabilities, of which there is a tile's at least.
-      If it cuts the tokens into more than 8 parts, the classifier's gradient is summed in fp32 (for
-      16-bit inputs), and these sums must fit in as well. A number that is too small for min(N, 512)
-      tokens counts as 0, without a warning: `explain` says so, and which number is enough.
+      Any other number is an upper bound for the probabilities. (A call of fewer tokens than a tile,
+      128 or in fp32 64, may exceed it: their probabilities take a whole tile.) If it cuts the
+      tokens into more than 8 parts, the classifier's gradient is summed in fp32 (for 16-bit
+      inputs), and these sums must fit in as well. A number that is too small for min(N, 512) tokens
+      counts as 0, without a warning: `explain` says so, and which number is enough.
 
     - `filter_eps`: None for the exact gradient. A number lets the Triton kernels leave out small
       parts of it, which is faster. The classifier's rows are cut into blocks of 256 entries, or 128

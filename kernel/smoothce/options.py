@@ -49,12 +49,14 @@ class Options:
       The gradient's equations at the head of `tokens.Coefficients`, `grad_in_forward` and
       `filtered` have two coefficients a token; an option that needs a third changes all of these,
       and `dproduct`. One that gives each token a factor of its own ends the shortcut of
-      `filtered.upstream_gradient`. What a gradient takes of the forward, such as each token's loss,
-      becomes a field of `tokens.PackedTokens`.
+      `filtered.upstream_gradient`, which takes one g for all tokens of a reduced loss without token
+      weights. What a gradient takes of the forward, such as each token's loss, becomes a field of
+      `tokens.PackedTokens`.
     - Where it changes the smoothing term, as `smoothing_target` does:
 
           reference                 `_smoothing_logit`
-          chunked                   `_smoothing_logit`, `_LinearSmoothing`, `_gradient_rows`
+          chunked                   `_smoothing_logit`, `_LinearSmoothing` and where `_Walk` makes
+                                    one, `_gradient_rows`, `_add_products`
           triton.forward            `block_smoothing_logit`, `run_forward`
           triton.tokens             `smoothing_factor`
           triton.dproduct           `store_dproduct`, `finish_hidden_kernel`

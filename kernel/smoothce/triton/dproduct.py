@@ -20,9 +20,10 @@ HAS_FP32_OUT = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 CONVERT_PROGRAMS = 16  # programs of `convert_kernel` to the rows of a token tile
 
-# `convert_kernel` reads a smaller saved probability as this one, because masked rows hold 0, whose
-# logarithm is −∞. (Columns past V in the last block hold 0 too, but what becomes of them is never
-# read.) No other is smaller: `plan.SAVED_POWERS` keeps them above 2^-125, or 2.4e-38.
+# `convert_kernel` raises smaller saved probabilities to this one, for it reads masked rows as 0,
+# whose logarithm is −∞. It meets masked rows only where the host does not know how many tokens are
+# valid (`grad_in_forward.Part`). (Columns past V in the last block hold 0 too, but what becomes of
+# them is never read.) No other is smaller: `plan.SAVED_POWERS` keeps them above 2^-125, or 2.4e-38.
 LEAST_PROBABILITY = tl.constexpr(1e-38)
 
 

@@ -449,7 +449,7 @@ def block_sums_kernel(
 def filtered_hidden_kernel(
     pair_coefficients,  # (blocks, padded) m_ij
     order, relative_upstream, lift, common_factor, valid_count,
-    d_hidden_sums,  # (padded, D) sums of R C over listed pairs
+    d_hidden_sums,  # (·, D); its first `padded` rows are sums of R C over listed pairs, then W, H
     profile_products,  # (blocks, D) W
     smoothing_products,  # (blocks, D) H of each block; None without a softcap
     smoothing_products_total,  # (D,) H of all blocks

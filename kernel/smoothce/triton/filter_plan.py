@@ -148,8 +148,7 @@ def plan_kernel(
     """A program finds one block's threshold, then its list of tokens and all its coefficients.
 
     Pair statistics are base-2 and relative to the label's logit (`reference_logit_base2`), and so
-    is `relative_lse_base2` here. That is the token's log-sum-exp over the whole vocabulary; the
-    variable of this name in `forward_kernel` is the pair's, which is `log2_mass` here.
+    is `relative_lse_base2`, the token's log-sum-exp over the whole vocabulary.
     """
     block = tl.program_id(0)
     n_valid = tl.load(valid_count)
@@ -339,33 +338,35 @@ def items_kernel(
     # whose own tiles stand before its shares.
     r0_low = 0
     r0_high = block
-    # The number of blocks with tile_end ≤ begin + reach is in [b0_low, b0_high], whose ends meet.
-    # With blocks counted from 0 it is also the first block whose tiles are out of reach. b₀ has to
-    # be more than this block as well: `blocks_before` is the larger of that number and block + 1.
-    # In the example above, S0 has 0 + 4 in reach: the tiles of blocks 0 and 1 end after 2 and 3
-    # tiles, those of block 2 after 6, so that the number is 2, and b₀ is max(2, 1) = 2.
-    # (`block * 0` is a plain 0, as that of `r0_low` is: Triton compiles both to the same code.)
-    b0_low = block * 0
-    b0_high = blocks + block * 0
+    # For b₀ of this block's shares, the search is for `reached`: how many blocks' tiles end within
+    # reach, tile_end ≤ begin + reach. It is in [reached_low, reached_high], whose ends meet. Since
+    # blocks are counted from 0, it is also the number of the first block out of reach. But b₀ has
+    # to be more than this block as well, so that it is max(reached, block + 1): `blocks_before`.
+    # For S0 of the example above, begin + reach is 0 + 4. The tiles of blocks 0 and 1 end after 2
+    # and 3 tiles, those of block 2 after 6. So `reached` is 2, and b₀ is max(2, 1) = 2.
+    reached_low = 0
+    reached_high = blocks
 
     # All programs take STEPS turns, and a turn after the ends have met must change nothing. So
-    # neither low end may pass its high one: r₀'s is held back by `tl.minimum`, b₀'s by `b0_middle <
-    # b0_high`. The latter is for ends that meet at `blocks`, which has no tile_end: the last
-    # block's is read there instead, and it says once more to go up.
+    # neither low end may pass its high one: that of r₀ is held back by `tl.minimum`, that of
+    # `reached` by `reached_middle < reached_high`. The latter is for ends that meet at `blocks`,
+    # which has no tile_end: the last block's is read there instead, and it says once more to go up.
     for _ in range(STEPS):
         r0_middle = (r0_low + r0_high) // 2
         comes_after = tl.load(first_tile + r0_middle) >= end - reach
         r0_high = tl.where(comes_after, r0_middle, r0_high)
         r0_low = tl.where(comes_after, r0_low, tl.minimum(r0_middle + 1, r0_high))
 
-        b0_middle = (b0_low + b0_high) // 2
-        comes_before = tl.load(tile_end + tl.minimum(b0_middle, blocks - 1)) <= begin + reach
-        b0_low = tl.where(comes_before & (b0_middle < b0_high), b0_middle + 1, b0_low)
-        b0_high = tl.where(comes_before, b0_high, b0_middle)
+        reached_middle = (reached_low + reached_high) // 2
+        is_reached = tl.load(tile_end + tl.minimum(reached_middle, blocks - 1)) <= begin + reach
+        reached_low = tl.where(
+            is_reached & (reached_middle < reached_high), reached_middle + 1, reached_low
+        )
+        reached_high = tl.where(is_reached, reached_high, reached_middle)
 
     shares_before = tl.load(share_end + r0_high) - tl.load(n_shares + r0_high)
     tile_place = shares_before + begin
-    blocks_before = tl.maximum(b0_low, block + 1)
+    blocks_before = tl.maximum(reached_low, block + 1)
     share_place = last_share - shares + tl.load(tile_end + blocks_before - 1)
     step = tl.arange(0, BLOCK)
     for start in range(0, end - begin, BLOCK):

@@ -19,11 +19,11 @@ in a tile is more than SLACK above its label's, so that 2^(z − offset) would b
 that logit is the token's offset in this tile. `SavedProbabilities.tile_offsets_base2` has the
 offset of each token in each tile.
 
-So two zeros are in use. What is exponentiated is relative to the *offset*, which may differ from
-tile to tile. What is joined or compared across tiles, `BlockSums.lse_base2` and the pair
-statistics, is relative to `reference_logit_base2`, which is the same in all of a token's tiles. It
-is not absolute because a difference from the label's logit is mostly small: then it loses no bits
-to the size of the logits, and the pair statistics fit fp16.
+So what is written of a token is relative to one of two logits. What is exponentiated is relative to
+the *offset*, which may differ from tile to tile. What is joined or compared across tiles,
+`BlockSums.lse_base2` and the pair statistics, is relative to `reference_logit_base2`, which is the
+same in all of a token's tiles. It is not absolute because a difference from the label's logit is
+mostly small: then it loses no bits to the size of the logits, and the pair statistics fit fp16.
 """
 
 from dataclasses import dataclass
@@ -169,12 +169,10 @@ def forward_kernel(
 
         # what is kept of the tile itself
         if pair_lse is not None:  # a super-block's tokens and blocks are far fewer than 2^31
-            # Both are the pair's, over this block alone, and relative to the label's logit.
-            # `plan_kernel` has a `relative_lse_base2` too: the token's, over the whole vocabulary.
-            relative_lse_base2 = tl.clamp(block_lse_base2, -FP16_RANGE, FP16_RANGE)
-            relative_largest = tl.clamp(tile_largest - reference, -FP16_RANGE, FP16_RANGE)
-            tl.store(pair_lse + block * padded + rows, relative_lse_base2.to(tl.float16))
-            tl.store(pair_max + block * padded + rows, relative_largest.to(tl.float16))
+            pair_lse_base2 = tl.clamp(block_lse_base2, -FP16_RANGE, FP16_RANGE)
+            pair_largest_base2 = tl.clamp(tile_largest - reference, -FP16_RANGE, FP16_RANGE)
+            tl.store(pair_lse + block * padded + rows, pair_lse_base2.to(tl.float16))
+            tl.store(pair_max + block * padded + rows, pair_largest_base2.to(tl.float16))
         if probabilities is not None:
             pointers = probabilities + entry + rows.to(tl.int64)[:, None] * stride
             pointers += tl.arange(0, WIDTH)[None, :]
@@ -398,14 +396,18 @@ class BlockSums:
 
 
 def run_forward(
-    call: LossCall,  # or the part of it that these tokens are in
+    call: LossCall,  # the one whose tokens `tokens.order` numbers (see below)
     packed: Tensor,  # (padded, D)
     tokens: PackedTokens,  # whose log-sum-exps and offsets are written
-    results: Results,  # of the call or part: written at these tokens
+    results: Results,  # of the tokens of `call`, written at these
     pair_statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
     saved: SavedProbabilities | None = None,  # written, at the packed tokens' places
 ) -> None:
     """Walk over the vocabulary once, and write what these tokens' losses and gradients need.
+
+    `call` is the whole call in `filtered`, where `tokens` has a super-block of its tokens, and
+    numbers them from the call's first. Elsewhere it is a part or super-block cut out of the call
+    (`LossCall.of_tokens`), and `tokens` has all tokens of that.
 
     Pair statistics are base-2 and relative to the label's logit (`reference_logit_base2`): the
     log-sum-exp and the largest logit within each block."""

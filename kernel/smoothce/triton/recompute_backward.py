@@ -65,11 +65,15 @@ SUPER_BLOCK_TOKENS = 8192
 # dE is wanted (`entries_of_chunk_memory`).
 #
 # With CHUNK_BYTES and all else that it holds a step comes to the 118 MB of kernel/README.md.
-# CHUNK_SHARE leaves room for the few numbers that each token has besides, 0.0035 · gradients at
-# most, so that a step that wants both holds at most a tenth more than its gradients.
 #
-# But the chunk memory has CHUNK_LEAST_BYTES in any case, for fewer entries at a time leave the
-# products too small.
+# CHUNK_SHARE is for smaller calls. A step that wants both gradients is to hold a tenth more than
+# these at most, and the chunk memory has that tenth but for 0.0035 · gradients. They are left to
+# the seven 4-byte numbers of a token in `PackedTokens` and `Coefficients`, which take no more where
+# inputs have 16 bits, D is 2000 or more, and no more tokens than entries are given:
+# 28 N / (2 D (V + N)) ≤ 7 / D.
+#
+# In still smaller calls it is more than a tenth: the chunk memory has CHUNK_LEAST_BYTES in any
+# case, for fewer entries at a time leave the products too small.
 CHUNK_BYTES = 112 * 2**20
 CHUNK_SHARE = 0.1 - 0.0035
 CHUNK_LEAST_BYTES = 32 * 2**20
