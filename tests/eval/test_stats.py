@@ -693,6 +693,16 @@ def test_square_draws_read_what_they_say_they_read(tmp_path):
     assert draws.observed == squared_error.debiased_square(observed)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("noise_part", [np.zeros(4), np.array([1.0, -1.0, 2.0, -2.0])])
+def test_gaps_that_do_not_vary_have_a_factor(noise_part):
+    """It was 0 / 0 where neither part varies, as of one confidence and right answers alone."""
+    assert squared_error.shrinkage(noise_part, np.full(4, 0.25)) == 0
+    # The limit of gaps that vary less and less beside the noise.
+    if noise_part.any():
+        assert squared_error.shrinkage(noise_part, 0.25 + 1e-3 * np.arange(4)) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 @pytest.mark.parametrize("shared", [0.0, 1.0])
