@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 BAR_SECONDS = 0.5  # between two updates of the progress bar
+OTHER_OUT = "give another place, in which you can write, as `out`"
 
 
 @dataclass(frozen=True)
@@ -180,26 +181,37 @@ def _digest(source: _ModelSource, request: Request) -> str | None:
 def _open_folders(
     out: str | Path | None, source: _ModelSource, tasks: Sequence[Task], at_end: ExitStack
 ) -> tuple[Path, Path]:
-    """The folder where records go, and the one where they are made.
+    """The folder where records go, and the one in which they are written until they are whole.
 
-    They are made now, so that one that cannot be is told before the scoring. `at_end` deletes
-    temporary ones.
+    Both folders are made now, so that a folder that cannot be made raises `InputError` before the
+    scoring. `at_end` deletes temporary ones.
     """
     if not out:
         folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
         return folder, folder
     folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"out {folder}: no folder can be made here ({error.strerror}); {OTHER_OUT}"
+        ) from error
     if not source.is_loaded:
         return folder, folder
-    # A loaded model's records are made anew, whichever weights the older ones are of. They are made
-    # elsewhere, so that the older ones stay until the new ones are whole.
+    # A loaded model's records are made anew, whichever weights the older ones are of. They are
+    # written elsewhere, so that the older ones stay until the new ones are whole.
     for task in tasks:
         file = folder / f"{task.key}.jsonl"
         for existing in (file, part_of(file)):
             if existing.exists():
                 earlier_settings(existing)  # refuses a file without a sidecar
-    return folder, Path(at_end.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+    try:
+        working_folder = tempfile.TemporaryDirectory(dir=folder)
+    except OSError as error:
+        raise InputError(
+            f"out {folder}: nothing can be made in this folder ({error.strerror}); {OTHER_OUT}"
+        ) from error
+    return folder, Path(at_end.enter_context(working_folder))
 
 
 class _LazyEngine:

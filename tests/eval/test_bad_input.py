@@ -1,17 +1,22 @@
 """Every bad input gets one message that names the file, the row, what was found and expected."""
 
+import errno
 import json
 import math
+import os
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from made_records import LETTERS_RECORD, mmlu_rows, write_csv
 
+from calibeval import score
 from calibeval.__main__ import parser
-from calibeval.io import atomic_write
+from calibeval.io import InputError, atomic_write
+from calibeval.scoring import OTHER_OUT
 
 
 def drop_a_choice(rows):
@@ -69,6 +74,33 @@ def test_folders_that_are_not_what_they_should_be(command, tmp_path, refused):
     assert f"--out {tmp_path}: expected a file's name such as" in message
     message = refused(*command, "--data", tmp_path)
     assert "no folder test/ with files <subject>_test.csv" in message
+
+
+def test_a_folder_for_records_that_cannot_be_made(tiny_model, mmlu, tmp_path, monkeypatch):
+    """Python callers got the operating system's error, which says neither option nor remedy."""
+    from transformers import LlamaForCausalLM
+
+    task = {"task": "mmlu", "data": str(mmlu)}
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(InputError) as raised:
+        score(tiny_model, tasks=[task], out=file)
+    assert str(raised.value) == f"out {file}: no folder can be made here (File exists); {OTHER_OUT}"
+    with pytest.raises(InputError, match=f"out {file}/records: no folder .* {OTHER_OUT}"):
+        score(tiny_model, tasks=[task], out=file / "records")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "made")
+
+    # A loaded model's records are made in a temporary folder inside `out`.
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
+    out = tmp_path / "out"
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(InputError) as raised:
+        score(model, tasks=[task], out=out)
+    assert str(raised.value) == (
+        f"out {out}: nothing can be made in this folder (Permission denied); {OTHER_OUT}"
+    )
 
 
 def test_a_model_that_is_none(command, tiny_model, tmp_path, refused):
