@@ -90,9 +90,15 @@ SENTENCES = {
 }
 NOT_EMPTY = r"\S"
 
-# Where a value may be of several types, pydantic puts the type that it tried into the value's
-# place: ("answer", "int").
-TRIED_TYPES = ("int", "float", "str", "bool")
+# Where a value may be of several types, pydantic tells an error for each, and appends the type that
+# it tried to the value's place: ("answer", "int") and ("answer", "str"). By type, how the names of
+# its errors begin:
+ERRORS_OF_TRIED_TYPES = {
+    "int": ("int_",),
+    "float": ("float_", "finite_number"),
+    "str": ("string_",),
+    "bool": ("bool_",),
+}
 
 
 class Strict(BaseModel):
@@ -171,13 +177,13 @@ def problems(error: ValidationError) -> list[Problem]:
     }
     found: list[Problem] = []
     tried_before = False
-    for details in error.errors(include_url=False):
-        location = details["loc"]
-        path = tuple(str(part) for part in location if part not in TRIED_TYPES)
+    errors = error.errors(include_url=False)
+    for details in errors:
+        is_one_of_several = _is_one_of_several(details, errors)
+        location = details["loc"][:-1] if is_one_of_several else details["loc"]
+        path = tuple(map(str, location))
         if details["type"] == "too_short" and _has_problem_below(path, found):
             continue  # pydantic counts a list's right items alone: the wrong ones were told already
-        # A rule of a whole model has no location.
-        is_one_of_several = bool(location) and location[-1] in TRIED_TYPES
         kind = kinds.get(details["type"], ProblemKind.VALUE)
         problem = Problem(kind, path, details["input"], _sentence(details))
         if is_one_of_several and tried_before and found[-1].path == path:
@@ -187,6 +193,30 @@ def problems(error: ValidationError) -> list[Problem]:
             found.append(problem)
         tried_before = is_one_of_several
     return found
+
+
+def _is_one_of_several(details: Any, errors: Sequence[Any]) -> bool:
+    """Whether an error is of one of several types that a value may have, which its place ends with.
+
+    A user's own key may be called like a type, so the place alone does not tell: the error must be
+    that type's, and another of the `errors` must be another type's at the same value.
+    """
+    if not _ends_with_its_type(details):
+        return False
+    value_place = details["loc"][:-1]
+    return any(
+        other["loc"][:-1] == value_place
+        and other["loc"] != details["loc"]
+        and _ends_with_its_type(other)
+        for other in errors
+    )
+
+
+def _ends_with_its_type(details: Any) -> bool:
+    """Whether an error's place ends with the name of the type that the error is of."""
+    if not details["loc"]:  # of a rule of a whole model
+        return False
+    return details["type"].startswith(ERRORS_OF_TRIED_TYPES.get(details["loc"][-1], ()))
 
 
 def _has_problem_below(path: tuple[str, ...], found: Sequence[Problem]) -> bool:

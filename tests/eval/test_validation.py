@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from calibeval.io import InputError
 from calibeval.validation import (
@@ -58,6 +58,34 @@ def test_the_first_problem_is_one_line(values, expected):
     with pytest.raises(InputError) as raised:
         checked(Whole, values, "here")
     assert str(raised.value) == expected
+
+
+class OwnKeys(BaseModel, extra="allow", strict=True):
+    """A model whose user names keys of their own, which may be called like a type."""
+
+    __pydantic_extra__: dict[str, bool | int | float | str | None]
+    texts: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "expected"),
+    [
+        (Whole, {"name": "a", "int": 1}, "int: no such key; known: name, count, parts"),
+        (OwnKeys, {"texts": {"str": 1}}, "texts.str is 1: expected a text"),
+        (OwnKeys, {"texts": {"str": 1, "int": 1}}, "texts.str is 1: expected a text"),
+        (OwnKeys, {"texts": {"int": 1, "str": 1}}, "texts.int is 1: expected a text"),
+        (
+            OwnKeys,
+            {"float": [1]},
+            "float is [1]: expected true or false or a whole number or a number or a text",
+        ),
+    ],
+)
+def test_a_key_that_is_called_like_a_type_is_named(model, values, expected):
+    """It was taken for the type that pydantic tried, and left out of the path."""
+    with pytest.raises(InputError) as raised:
+        checked(model, values, "here")
+    assert str(raised.value) == f"here: {expected}"
 
 
 def test_texts_become_numbers_unless_strict():
