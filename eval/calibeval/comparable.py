@@ -34,9 +34,9 @@ def same_questions(evaluations: Sequence[Evaluation]) -> None:
                 "resampled alike; give each id the same `subject` in both, or leave out "
                 "--cluster subject"
             )
-        # The cluster comes last. A file with too few subjects is resampled by question
-        # (`index.read`), so the clusters may differ only because the subjects do, and the message
-        # about subjects is the one to give.
+        # The cluster comes last. `index.read` resamples a file with too few subjects by
+        # question, so the clusters may differ only because the subjects do, and the message about
+        # subjects is the one to give.
         if other.cluster != first.cluster:
             raise InputError(
                 f"{first.path} and {other.path}: resampled by {first.cluster or 'question'} and "

@@ -75,13 +75,14 @@ class TooFewClusters(InputError):
 
 
 class FloorTest(NamedTuple):
-    """A calibration error beside what calibrated models with the same confidences read.
+    """A calibration error beside the errors of calibrated models with the same confidences.
 
-    `floor` is the noise floor: 95 % of such models read less than this.
+    `floor` is the noise floor: 95 % of such models have an error below it.
     """
 
-    floor: float  # the 95th percentile of what they read
-    p: float  # the share of them that read as much or more, (1 + k) / (1 + SIMULATIONS)
+    floor: float  # the 95th percentile of their errors
+    # The share of them whose error is as large or larger: (1 + k) / (1 + SIMULATIONS) of k such.
+    p: float
 
 
 @dataclass(frozen=True)
@@ -516,10 +517,10 @@ def reliability(sample: Sample, clusters: np.ndarray | None = None) -> dict[str,
 def floor_tests(
     sample: Sample, names: Sequence[str], simulations: int = SIMULATIONS
 ) -> dict[str, FloorTest]:
-    """Compare calibration errors, by name, with what calibrated models read.
+    """Compare calibration errors, by name, with those of calibrated models.
 
-    Those have these confidences, and answers that are right as often as they say; as many of them
-    are simulated as `simulations` says.
+    Those models have these confidences, and answers that are right as often as they say; as many
+    of them are simulated as `simulations` says.
     """
     drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for simulated in measures.simulated_answers(sample.scores, simulations):
@@ -527,12 +528,12 @@ def floor_tests(
             parts.append(WITH_FLOOR[name](simulated))
     tests = {}
     for name, parts in drawn.items():
-        read = np.concatenate(parts)
+        simulated_errors = np.concatenate(parts)
         value = WITH_FLOOR[name](sample)[0]
         # Sums in another order differ in the last digits; a tie is as much.
-        reached = (read >= value - 1e-12).sum()
+        reached = (simulated_errors >= value - 1e-12).sum()
         tests[name] = FloorTest(
-            floor=float(quantile(read, 1 - SIGNIFICANCE)),
-            p=float((1 + reached) / (1 + len(read))),
+            floor=float(quantile(simulated_errors, 1 - SIGNIFICANCE)),
+            p=float((1 + reached) / (1 + len(simulated_errors))),
         )
     return tests

@@ -88,7 +88,7 @@ def _drawings(results: Results, data_set: str) -> list[Drawing]:
     if len({row.beta for row in rows} - {None}) > 1:
         caption = (
             f"{METRICS[MAIN_ERROR].heading} on {data_set} against β; dotted: what 95 % of "
-            "calibrated models read less than, in the mean over the seeds; dashed: before "
+            "calibrated models stay below, in the mean over the seeds; dashed: before "
             "fine-tuning."
         )
         canvas = error_over_beta(rows, data_set, rows_with)

@@ -12,11 +12,12 @@ from functools import lru_cache
 import numpy as np
 
 # relplot's constants: a bandwidth below LEAST_BANDWIDTH has no effect on any probability that is
-# printed, the search for one halves its range SEARCH_STEPS times, and an integral over [0, 1] has
-# at least MESH_POINTS points.
+# printed, the search for one halves its range SEARCH_STEPS times, an integral over [0, 1] has at
+# least MESH_POINTS points, and a grid with its mirror image LEAST_MIRRORED_PLACES places.
 LEAST_BANDWIDTH = 0.001
 SEARCH_STEPS = 10
 MESH_POINTS = 200
+LEAST_MIRRORED_PLACES = 2000
 # Added to a density, so that a mean far from all points is 0 and not 0 / 0.
 DENSITY_FLOOR = 1e-4
 
@@ -146,8 +147,10 @@ class _Grid:
 
 
 def grid_size(bandwidth: float) -> int:
-    """Return how many places a grid needs to be fine enough for a bandwidth."""
-    return max(2000, round(20 / bandwidth)) // 2 + 1
+    """Return how many places a grid needs to be fine enough for a bandwidth σ."""
+    # [0, 1] and its mirror image are 2 long, so that 20 / σ places are 10 to each length of σ.
+    places_with_mirror = max(LEAST_MIRRORED_PLACES, round(20 / bandwidth))
+    return places_with_mirror // 2 + 1  # one half, with the places at both 0 and 1
 
 
 def smoothed(spectra: np.ndarray, bandwidth: float, mesh: np.ndarray) -> np.ndarray:

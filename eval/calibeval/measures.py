@@ -359,7 +359,8 @@ def resamples(
 def simulated_answers(scores: Scores, count: int) -> Iterator[Sample]:
     """Yield samples, `count` in all, of answers that are right with the probability they state.
 
-    They tell what a perfectly calibrated model with these confidences reads on these questions.
+    They tell which calibration errors a perfectly calibrated model with these confidences shows on
+    these questions, by chance alone.
     """
     rng = np.random.default_rng(SEED)
     questions = len(scores.labels)
@@ -431,8 +432,10 @@ def aurc(sample: Sample) -> np.ndarray:
     """Area under the risk-coverage curve, Σ_k risk(k) / N (Geifman & El-Yaniv 2017).
 
     risk(k) is the share of wrong answers among the k surest; of equally sure ones the mean over
-    all orders. A wrong answer in place i adds Σ_{k ≥ i} 1 / k = H(N) − H(i − 1) to Σ_k risk(k), so
-    m answers behind M surer ones, e of them wrong, add e H(N) − e / m Σ_{M ≤ i < M + m} H(i).
+    all orders. A wrong answer in place i adds Σ_{k ≥ i} 1 / k = H(N) − H(i − 1) to Σ_k risk(k). Of
+    m equally sure answers behind M surer ones, in the places M + 1 to M + m, let e be wrong. Over
+    all orders each of these e is in each of the m places equally often, so i − 1 runs from M to
+    M + m − 1, and together they add e H(N) − e / m Σ_{M ≤ i < M + m} H(i).
     Weighted answers have no k surest, so they raise `ValueError`.
     """
     if not sample.has_whole_counts:

@@ -364,7 +364,7 @@ def _estimate_with_interval(name: str, scores: Scores, clusters: Array | None) -
 
 
 def _estimate_with_floor(name: str, scores: Scores) -> Estimate:
-    """A calibration error beside what calibrated models read."""
+    """A calibration error beside those of calibrated models."""
     sample = Sample.observed(scores)
     test = evaluations.floor_tests(sample, [name])[name]
     return Estimate(float(METRICS[name](sample)[0]), floor=test.floor, p_calibrated=test.p)

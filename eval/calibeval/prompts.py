@@ -75,8 +75,11 @@ class ScoringMode(ABC):
     counts_unread_token: ClassVar[bool]
     """Whether a choice's last token counts in `length_after_context`.
 
-    No model reads it, so it need not. Of texts it has always counted, and to leave it out now would
-    change the prompts of old records.
+    No model reads it, since nothing is asked of what follows it. So it need not count, and of
+    letters it does not. Of texts it has always counted, and to leave it out now would change the
+    prompts of old records: where a prompt with `engines.prompt_limit` is one token too long, it
+    loses an example (`scoring.fit_prompts`). With a limit of 2047 tokens a context of 2040 does so
+    before a text of 8 tokens, of which only 7 are read.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):
@@ -233,7 +236,7 @@ class ContinuationScoring(ScoringMode):
     """The choices' own texts are scored, each after the same context."""
 
     default_shots = 0  # lm-evaluation-harness's
-    counts_unread_token = True  # it need not, but did when the first records were made
+    counts_unread_token = True  # to keep the prompts of old records, as said above
 
     @staticmethod
     def header(subject: Subject, in_chat: bool) -> str:

@@ -57,7 +57,8 @@ class Subject:
     """The questions that share a header and few-shot examples, so also a prompt prefix."""
 
     name: str
-    examples: tuple[Question, ...]  # solved questions, of which the first `shots` are shown
+    # Solved questions. A prompt shows the first of them, as many as are asked for and fit into it.
+    examples: tuple[Question, ...]
     questions: tuple[Question, ...]
     headers: Headers
     strips_in_chat: bool = False  # whether white space around questions goes in chats
@@ -96,7 +97,11 @@ class QuestionRow(BaseModel, strict=True):
         return self
 
     def _label(self) -> int | None:
-        """Index of the right choice; None where the answer names no choice, or several."""
+        """Index of the right choice; None where no way to read the answer names exactly one.
+
+        It is read as an index, then as a letter, then as a choice's text, and the first way that
+        names exactly one choice counts: "A" is the first choice, though another's text may be "A".
+        """
         count = len(self.choices)
         spellings: list[Sequence[object]] = [range(count), tuple(LETTERS[:count]), self.choices]
         for names in spellings:

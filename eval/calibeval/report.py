@@ -402,8 +402,9 @@ def pair(reference: TableRow, row: TableRow, data_set: str) -> Pairing:
 
     Pairs need two seeds in common: a single pair would leave out the other seeds, and with them
     what seeds differ by. Nor is a model before fine-tuning paired by seed: it has none, and one
-    that an index gives it is no training's. All evaluations are not paired, unless each row has
-    one: these two are a pair, whatever their seeds.
+    that an index gives it is no training's. Where all evaluations of both rows are taken, they are
+    compared without pairs, as three seeds with one. But where each row has just one, these two are
+    a pair, whatever their seeds.
     """
     reference_by_seed = reference.evaluations.get(data_set, {})
     row_by_seed = row.evaluations.get(data_set, {})

@@ -85,14 +85,14 @@ class Estimate:
     Attributes:
         value: The number.
         low, high: The ends of its 95 % interval, where one is known to cover.
-        floor: Of calibration errors only: the 95th percentile of what calibrated models with
-            these confidences read. Over several seeds it is the mean of the seeds' percentiles,
+        floor: Of calibration errors only: the 95th percentile of the errors of calibrated models
+            with these confidences. Over several seeds it is the mean of the seeds' percentiles,
             which is more than the 95th percentile of such a mean.
-        p_calibrated: Of calibration errors only: the share of those models that read as much as
-            this one or more. Over S seeds it is S times the least of the seeds' shares, at most 1:
-            a bound of the p-value of all seeds being calibrated. It is not derived from `floor`, so
-            a mean below the floor may have a small p, and one above it a large p. JSON and tables
-            call it "p", as a calibration error has no other.
+        p_calibrated: Of calibration errors only: the share of those models whose error is as large
+            as this one or larger. Over S seeds it is S times the least of the seeds' shares, at
+            most 1: a bound of the p-value of all seeds being calibrated. It is not derived from
+            `floor`, so a mean below the floor may have a small p, and one above it a large p. JSON
+            and tables call it "p", as a calibration error has no other.
         p_no_difference: Of differences with an interval only: the two-sided p-value of there being
             none, in the mean over seeds and questions. It is below 0.05 where the interval leaves
             out 0. It is the "p" of `compare`.
@@ -165,8 +165,11 @@ class Side(NamedTuple):
     values: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); not finite in resamples of which the metric is not defined
     cluster_count: int | None = None  # of those resampled as a whole; None: single questions
-    # Of each of U resampled units by itself, (S, M, U); None where these are too many to keep.
-    # Of a mean M is 1, the metric itself; of another metric they are all metrics with an interval.
+    # M metrics of each of U units by itself, (S, M, U); None where the units are too many to keep. A
+    # unit is what is resampled, a question or a subject. `sign_test_p` counts the units in which
+    # two sides differ, and they differ in a unit where any of its M values does. Of a side of a
+    # mean, such as accuracy, the one value is the metric's own, so M is 1. Of another metric, such
+    # as AUROC, which a single question does not have, they are all metrics with an interval.
     unit_values: np.ndarray | None = None
     is_mean: bool = False  # whether the metric is a mean over the questions
 
@@ -182,9 +185,9 @@ def estimate(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefiniti
     """Return a metric of one evaluation, or its mean over seeds, with a 95 % interval or a floor.
 
     For a metric that is compared by its square, `rms_debiased`, it is the root of the mean of the
-    squared errors. The value is None where an evaluation has no confidence among these. There is
-    no floor where an evaluation has none, as one that was `measure`d for some metrics alone. Raises
-    `InputError` where the questions differ.
+    squared errors. The value is None where an evaluation lacks the definition of confidence
+    `among`. There is no floor where an evaluation has none, as one that was `measure`d for some
+    metrics alone. Raises `InputError` where the questions differ.
     """
     same_questions(seeds)
     if any(among not in evaluation.confidences for evaluation in seeds):
@@ -343,8 +346,8 @@ def sign_test_p(
     Args:
         value: The sum of the sides as they are.
         summed_draws: Those of R resamples, (R,).
-        summed_units: Those of each of U units by itself, in M metrics, (M, U); None where there are
-            too many units to keep.
+        summed_units: The sum of the sides' `Side.unit_values`, in each of U units and each of the M
+            metrics that are explained there, (M, U); None where there are too many units to keep.
         is_mean: Whether the metric is a mean over the questions; then M is 1, the metric itself.
     """
     if is_mean and summed_units is not None:
@@ -358,8 +361,7 @@ def sign_test_p(
     if not _differs(summed_draws).any():
         differing_units: float | None = 0
     elif summed_units is not None:
-        # Of a metric that is no mean, `summed_units` holds all metrics with an interval, and a unit
-        # counts as differing if it differs in any of them.
+        # A unit differs if it does so in any of the M metrics.
         differing_units = int(_differs(summed_units).any(0).sum())
     else:
         differing_units = _units_by_draws(value, summed_draws)
@@ -383,15 +385,18 @@ def _units_by_draws(value: float, summed_draws: np.ndarray) -> float | None:
 
     It is the smaller of two estimates of this number k:
 
-    By the share of the resamples that are 0: a share exp(−k) holds none of k units of many. With
-    k ≤ 3 that is more than 2.5 %, so the draws' quantile is 0. `_interval` shifts the draws to have
-    the value as their mean, so the interval then ends a hair beside 0, on either side by chance,
-    and only the sign test can decide. Where no resample is 0, k is too large for that, how large is
-    not known, and the interval decides alone.
+    By the share of the resamples that are 0: a share exp(−k) holds none of k units of many. Where
+    no resample is 0, k is not known but large, and the interval decides alone.
 
     By the variance: a unit that differs by x is drawn as often as a Poisson number says, so the
     sum's variance is Σ x², and (Σ x)² / Σ x² is k where all differ by as much, as answers that are
     right or wrong do. It is less where they do not.
+
+    The number is needed where it is small, for then the interval cannot decide. Let the value be
+    above 0 and k ≤ 3. Then exp(−k) is more than 2.5 %, so the lower quantile of the draws is 0. But
+    `_interval` shifts the draws until their mean is the value, so the interval begins at value −
+    mean of the draws (where nothing widens it). That is 0 but for the randomness of the resamples,
+    and whether it is above 0 or below it is chance.
     """
     zero_share = float((~_differs(summed_draws)).mean())
     if zero_share == 0:
@@ -521,7 +526,7 @@ def _summed(sides: Sequence[Side]) -> np.ndarray:
 
 
 def _summed_units(sides: Sequence[Side]) -> np.ndarray | None:
-    """The sum of the sides' own values of units, each their mean over its seeds, (M, U)."""
+    """The sum of the sides' `unit_values`, each their mean over its seeds, (M, U)."""
     means = []
     for side in sides:
         if side.unit_values is None:
@@ -577,10 +582,10 @@ def _side(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition)
 def _unit_values(
     seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition
 ) -> np.ndarray | None:
-    """The units' own values in the metrics by which they differ, (S, M, U).
+    """The units' own values in the M metrics by which they differ, (S, M, U).
 
-    A unit differs in a mean if its own value does. A rank or an error over bins may also differ
-    where no unit's own does, so there a unit differs that does so in any metric.
+    See `Side.unit_values`. A rank or an error over bins may differ though no unit's own value of it
+    does, so there all metrics with an interval are looked at.
     """
     names = [metric] if METRICS[metric].is_mean else list(WITH_INTERVAL)
     by_seed = [evaluation.unit_values.get(among, {}) for evaluation in seeds]

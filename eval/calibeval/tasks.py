@@ -223,7 +223,8 @@ class _Reader:
     def _is_known_to_lack(self, data: Path, split: str) -> bool:
         """Whether a folder, or the folder that a file lies in, is known to have no such split.
 
-        A folder that is a copy of a data set of the hub never is: only `datasets` knows its splits.
+        False where nobody knows: which splits a folder has that is a copy of a data set of the hub,
+        only `datasets` can tell, when it loads it.
         """
         if data.is_dir():
             return not (data / self._file_name(split)).is_file() and not _is_hub_folder(data)
