@@ -165,8 +165,8 @@ class Side(NamedTuple):
     values: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); not finite in resamples of which the metric is not defined
     cluster_count: int | None = None  # of those resampled as a whole; None: single questions
-    # M metrics of each of U units by itself, (S, M, U); None where the units are too many to keep. A
-    # unit is what is resampled, a question or a subject. `sign_test_p` counts the units in which
+    # M metrics of each of U units by itself, (S, M, U); None where the units are too many to keep.
+    # A unit is what is resampled, a question or a subject. `sign_test_p` counts the units in which
     # two sides differ, and they differ in a unit where any of its M values does. Of a side of a
     # mean, such as accuracy, the one value is the metric's own, so M is 1. Of another metric, such
     # as AUROC, which a single question does not have, they are all metrics with an interval.
