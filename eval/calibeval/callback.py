@@ -101,6 +101,9 @@ class CalibrationCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Score the model as it leaves."""
+        if args.load_best_model_at_end:
+            # It is another than the one that was scored at the last step.
+            self.last_scored_step = None
         self._score_and_log(args, state, control, **kwargs)
 
     def _score_and_log(
@@ -125,7 +128,8 @@ class CalibrationCallback(TrainerCallback):
         state.log_history.append({**logged, "step": state.global_step, "epoch": state.epoch})
         handler = self._callback_handler()
         if handler is not None:
-            should_log = control.should_log  # whether the loss is logged too; `on_log` forgets it
+            # Whether the loss is logged too. `on_log` sets it to False.
+            should_log = control.should_log
             handler.on_log(args, state, control, {**logged, "epoch": state.epoch})
             control.should_log = should_log
 

@@ -359,6 +359,7 @@ def _digits_are_texts(samples: list[dict[str, Any]]) -> bool:
                 agrees_with_index = _acc_agrees(sample, int(target))
                 agrees_with_texts.append(agrees_with_text)
                 agrees_with_indices.append(agrees_with_index)
+    # No sample contradicts the texts, and some sample contradicts the indices.
     return all(agrees_with_texts) and not all(agrees_with_indices)
 
 

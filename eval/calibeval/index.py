@@ -294,8 +294,9 @@ def varying_keys(files: list[IndexedFile]) -> tuple[str, ...]:
     """Return the keys that tell rows apart: model, β, and whatever else varies."""
 
     def varies(key: str) -> bool:
-        # A model before fine-tuning has no learning rate and the like. That alone does not make
-        # such a key vary, so lines of it count only where they have the key.
+        # That a tuned model's line lacks a key is a value of the key like any other (None). A model
+        # before fine-tuning has no learning rate and the like. That alone does not make such a key
+        # vary, so lines of it count only where they have the key.
         counted_files = [file for file in files if key in file.keys or file.was_tuned]
         return len({file.keys.get(key) for file in counted_files}) > 1
 

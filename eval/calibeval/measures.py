@@ -447,11 +447,11 @@ def aurc(sample: Sample) -> np.ndarray:
     total = sample.answers_up_to_level[:, -1:]
     surer = total - sample.answers_up_to_level[:, ::-1]
     sums = harmonic_sums(int(total.max())).take(surer)  # Σ_{i < M} H(i) of each level
-    sums_of_total = harmonic_sums(int(total.max())).take(total)
+    sums_of_total = harmonic_sums(int(total.max())).take(total)  # Σ_{i < N} H(i)
     # The next level's M is M + m, so neighbours differ by the level's Σ_{M ≤ i < M + m} H(i).
     growth = np.diff(sums, axis=1, append=sums_of_total)
     wrong_share = wrong / np.maximum(at_level, 1)
-    harmonic_of_total = (sums_of_total + total) / total  # Σ_{i < N} H(i) = N H(N) − N
+    harmonic_of_total = (sums_of_total + total) / total  # H(N), as Σ_{i < N} H(i) = N H(N) − N
     wrong_parts = np.einsum("rn,rn->r", wrong_share, growth)
     areas = wrong.sum(1) * harmonic_of_total[:, 0] - wrong_parts
     return areas / total[:, 0]

@@ -28,7 +28,8 @@ EARLIER_ENGINES = "earlier_engine_settings"
 #     NEVER_COMPARED       never: the digests tell
 #     SETTLED_BY_DIGESTS   unless all DIGESTS_AND_NORMALISER are known and equal
 #     MAY_BE_ABSENT        unless the existing file's settings lack it
-#     revision, dtype      unless the model's digest, or the dtype that was loaded, is the same
+#     revision             unless the model's digest is known and the same
+#     dtype                unless it is the dtype that the existing file's engine loaded
 #     any other            always
 #
 # The existing file is the finished one where there is one, else the unfinished.
@@ -135,6 +136,8 @@ class Store:
         earlier = self.settings.get(ENGINE_SETTINGS) or {}
         # An earlier version of the engine may not have written all of them.
         decisive = {name: engine_settings[name] for name in decisive_names if name in earlier}
+        # Both are an engine's own settings, where `dtype` is what was loaded. So of the table at
+        # the head of this module "any other" alone applies.
         _refuse_other_settings(earlier, decisive, self.part)
         if earlier and earlier != engine_settings:
             self.settings[EARLIER_ENGINES] = [*self.settings.get(EARLIER_ENGINES, []), earlier]

@@ -227,7 +227,9 @@ class _Reader:
         only `datasets` can tell, when it loads it.
         """
         if data.is_dir():
-            return not (data / self._file_name(split)).is_file() and not _is_hub_folder(data)
+            # The name of a split is a pattern where each subject has a file of its own.
+            has_split = any(data.glob(self._file_name(split)))
+            return not has_split and not _is_hub_folder(data)
         return data.parent.is_dir() and not self._file_beside(data, split).is_file()
 
     def _file_beside(self, asked_file: Path, split: str) -> Path:

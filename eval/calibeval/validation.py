@@ -216,7 +216,9 @@ def _ends_with_its_type(details: Any) -> bool:
     """Whether an error's place ends with the name of the type that the error is of."""
     if not details["loc"]:  # of a rule of a whole model
         return False
-    return details["type"].startswith(ERRORS_OF_TRIED_TYPES.get(details["loc"][-1], ()))
+    # Of a last part that is no type's name there are no beginnings, and nothing starts with these.
+    beginnings = ERRORS_OF_TRIED_TYPES.get(details["loc"][-1], ())
+    return details["type"].startswith(beginnings)
 
 
 def _has_problem_below(path: tuple[str, ...], found: Sequence[Problem]) -> bool:

@@ -89,6 +89,37 @@ def command_figures(mmlu, tmp_path):
     return figures
 
 
+def test_the_best_model_is_scored_where_the_trainer_puts_it_in_the_place_of_the_last(
+    make_trainer, task
+):
+    """Both are at the last step, whose model may have been scored already."""
+    report = Report()
+
+    def arguments(**keywords):
+        keywords["save_strategy"] = "steps"
+        return TrainingArguments(
+            **keywords,
+            save_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            greater_is_better=True,  # so that the first checkpoint is the best
+        )
+
+    def trainer_with_evaluation(*positional, **keywords):
+        return Trainer(*positional, eval_dataset=ROWS, **keywords)
+
+    trainer = make_trainer(report, kind=trainer_with_evaluation, arguments=arguments)
+    trainer.add_callback(CalibrationCallback([task], every=2, trainer=trainer))
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    logged = [(step, logs) for step, logs in report.logs if "eval_mmlu_nll" in logs]
+    assert [step for step, _ in logged] == [0, 2, 4, 6, 6]
+    losses = [logs["eval_mmlu_nll"] for _, logs in logged]
+    assert losses[-1] == losses[1] != losses[-2]
+
+
 def test_what_is_logged_is_what_the_saved_model_reads(
     make_trainer, task, tiny_model, tmp_path, command_figures
 ):

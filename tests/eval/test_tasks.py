@@ -604,6 +604,20 @@ def test_one_files_examples_are_those_of_its_folder(tmp_path, files, file):
     assert [example.text for example in subject.examples] == ["shown"]
 
 
+def test_a_task_with_a_file_for_each_subject_has_its_own_examples(tmp_path):
+    """They were taken from the asked questions, as if there were no dev split."""
+    task = tmp_path / "own.yaml"
+    task.write_text(
+        "data: {files: '{{ split }}/{{ subject }}.jsonl'}\n"
+        "examples: {split: dev, else_first_asked: true}\n"
+    )
+    for split, question in (("test", "asked"), ("dev", "shown")):
+        (tmp_path / split).mkdir()
+        write_lines(tmp_path / split / "sky.jsonl", [{**SKY, "id": question, "question": question}])
+    (subject,) = load(str(task), tmp_path, shots=1)
+    assert [example.text for example in subject.examples] == ["shown"]
+
+
 def test_truthfulqas_letters_would_tell_nothing(tmp_path):
     with pytest.raises(InputError, match="the right choice of truthfulqa_mc1 is always the first"):
         load("truthfulqa_mc1", tmp_path, scoring="letters")

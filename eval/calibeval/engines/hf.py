@@ -111,6 +111,7 @@ class TransformersEngine:
         if self.device.type == "cuda":
             device = torch.cuda.get_device_name(self.device)
         dtype = str(self.model.dtype).removeprefix("torch.")
+        # `_output_layer_at` computes a plain linear layer, and no other, again in float32.
         head_is_precise = type(self.model.get_output_embeddings()) is torch.nn.Linear
         return {
             "engine": "transformers",

@@ -10,7 +10,8 @@ are called
     R_iv           `gradients`, those of a tile's rows
     m_ij           `pair_coefficients`: 0 for a kept pair, (1 − w) P for a drawn one, P for a
                    dropped one
-    W_j, H_j       `profile_products`, `smoothing_products`
+    W_j, H_j       `profile_products`, `smoothing_products`; along the tokens, `profile_sums` and
+                   `smoothing_sums` are what dC takes instead
     q f, û f       `mean_rows`, from the logits of the mean hidden state, whose slope f is
     g_i            `common_factor` times ĝ_i, which is `relative_upstream`
     1 + 2ζ lse_i   `lift`

@@ -335,7 +335,9 @@ def items_kernel(
     last_share = tl.load(share_end + block)
 
     # r₀ of this block's tiles is in [r0_low, r0_high], whose ends meet. It is at most this block,
-    # whose own tiles stand before its shares.
+    # whose own tiles stand before its shares: that is b ≤ r, and the high end begins there. For T2
+    # of the example above, end − reach is 6 − 4 = 2. The first tiles of blocks 0, 1 and 2 are 0, 2
+    # and 3, so block 1 is the first with 2 or more. r₀ is 1, and S0 alone stands before T2.
     r0_low = 0
     r0_high = block
     # For b₀ of this block's shares, the search is for `reached`: how many blocks' tiles end within

@@ -13,11 +13,11 @@ and of each tile it keeps a few numbers a token, the `BlockSums`, so that logits
 No tile needs what another has found. `finish_kernel` joins each token's blocks, and `losses_kernel`
 makes losses of them. Inside kernels all exponents are in base 2.
 
-Exponents are relative to the label's logit: p̃ = 2^(z − offset) is 1 for the label, and what is
-saved of it in 16 bits has all of bfloat16's bits whatever the logit. Where a token's largest logit
-in a tile is more than SLACK above its label's, so that 2^(z − offset) would be more than 2^SLACK,
-that logit is the token's offset in this tile. `SavedProbabilities.tile_offsets_base2` has the
-offset of each token in each tile.
+Exponents are relative to the label's logit: p̃ = 2^(z − offset) is 1 for the label. So p̃ can
+be saved in 16 bits with all of bfloat16's bits, however large the logits are. Where a token's
+largest logit in a tile is more than SLACK above its label's, so that 2^(z − offset) would be more
+than 2^SLACK, that logit is the token's offset in this tile. `SavedProbabilities.tile_offsets_base2`
+has the offset of each token in each tile.
 
 So what is written of a token is relative to one of two logits. What is exponentiated is relative to
 the *offset*, which may differ from tile to tile. What is joined or compared across tiles,
@@ -275,7 +275,7 @@ def losses_kernel(
     expected_logits, packed_argmaxes,  # (padded,), or None without token statistics
     valid_count, order, token_weights,  # (1,), (n_order,), (N,) or None
     lses_base2,  # (padded,) written, for the backward
-    losses, lses, log_probabilities, entropies, argmaxes,  # (n_order,) written: the `Results`
+    losses, lses, log_probabilities, entropies, argmaxes,  # written at `order`: `Results`
     n_order, padded, smoothing, z_loss, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each token's loss and token statistics at its place in the caller's order."""

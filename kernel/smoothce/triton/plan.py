@@ -191,15 +191,14 @@ def reason_of_small_workspace(call: LossCall) -> str:
     n = len(call.inputs.labels)
     least = least_tokens(call)
     most = workspace // bytes_of_token(call)
-    # There are two ways to have enough. One takes so many tokens at a time that there are at most
-    # MOST_ROUNDINGS parts, without fp32 sums: `enough` begins with its bytes. The other takes the
-    # fewest tokens at a time, with fp32 sums beside their probabilities: `min` picks the cheaper.
-    # Where fp32 sums are no better, the fewest tokens are enough without any.
-    enough = max(cdiv(n, MOST_ROUNDINGS), least) * bytes_of_token(call)
-    if not can_sum_in_fp32(call):
-        enough = least * bytes_of_token(call)
+    fewest_tokens = least * bytes_of_token(call)
+    if can_sum_in_fp32(call):
+        # There are two ways to have enough: so many tokens at a time that there are at most
+        # MOST_ROUNDINGS parts, or the fewest tokens at a time with fp32 sums beside them.
+        few_parts = max(cdiv(n, MOST_ROUNDINGS), least) * bytes_of_token(call)
+        enough = min(few_parts, fewest_tokens + bytes_of_fp32_sums(call))
     else:
-        enough = min(enough, least * bytes_of_token(call) + bytes_of_fp32_sums(call))
+        enough = fewest_tokens
     remedy = f"workspace={enough} or more is enough"
     if most < least:
         return (

@@ -66,11 +66,11 @@ SUPER_BLOCK_TOKENS = 8192
 #
 # With CHUNK_BYTES and all else that it holds a step comes to the 118 MB of kernel/README.md.
 #
-# CHUNK_SHARE is for smaller calls. A step that wants both gradients is to hold a tenth more than
-# these at most, and the chunk memory has that tenth but for 0.0035 · gradients. They are left to
-# the seven 4-byte numbers of a token in `PackedTokens` and `Coefficients`, which take no more where
-# inputs have 16 bits, D is 2000 or more, and no more tokens than entries are given:
-# 28 N / (2 D (V + N)) ≤ 7 / D.
+# CHUNK_SHARE is for smaller calls. There a step that wants both gradients is to hold at most a
+# tenth more than the gradients' own bytes. The chunk memory gets that tenth less a share of 0.0035,
+# which is for `PackedTokens` and `Coefficients`: seven 4-byte numbers a token, 28 N bytes.
+# Gradients of 16 bits have 2 D (V + N) bytes, so that the share is 28 N / (2 D (V + N)). That is at
+# most 7 / D where N ≤ V, and 0.0035 or less where D is 2000 or more.
 #
 # In still smaller calls it is more than a tenth: the chunk memory has CHUNK_LEAST_BYTES in any
 # case, for fewer entries at a time leave the products too small.

@@ -57,8 +57,9 @@ class Tiles:
             "TMA": self.tma,
             # Whether kernels loop over tiles with `tl.range(…, flatten=True)`, which was measured
             # with the TMA. The Triton of a GPU without the TMA may be too old for `flatten`. So
-            # kernels take `range` there, and Triton's compiler ignores the argument, which `range`
-            # does not know. The interpreter does not ignore it, and gets `tl.range`.
+            # kernels take `range` there. Triton compiles that call and does not run it, and ignores
+            # an argument that `range` does not know. The interpreter does not ignore it, and gets
+            # `tl.range`.
             "FLATTEN": self.tma or INTERPRETED,
             "PRECISION": self.precision,
             "num_warps": self.warps,
