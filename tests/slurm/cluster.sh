@@ -131,10 +131,14 @@ start)
     fi
     accounting=AccountingStorageType=accounting_storage/none
     [[ -z $account ]] || accounting=$(start_database)
+    # Slurms beside each other on this machine, one for each worker of pytest-xdist, count their jobs
+    # from different numbers: a job's number decides where the search for its port begins.
+    worker=${PYTEST_XDIST_WORKER:-gw0}
     cores=$(nproc --all) memory=$(awk '/MemTotal/ {print int($2 / 1024 * 0.9)}' /proc/meminfo)
     {
         cat <<END
 ClusterName=test
+FirstJobId=$((1 + 1000 * ${worker#gw}))
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmctldPort=$(free_port)
 SlurmUser=root
