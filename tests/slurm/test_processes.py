@@ -5,7 +5,9 @@ import socket
 import pytest
 
 from calibeval.io import InputError
-from sweeps.runs.processes import free_meeting_port, run_checked
+from sweeps.runs.processes import MEETING_PORT, free_meeting_port, run_checked
+from sweeps.runs.schema import World
+from sweeps.training import starting_ranks
 
 
 def words_of(script: str, patience: float = 20) -> str:
@@ -54,3 +56,14 @@ def test_a_port_that_another_program_listens_on_is_passed_over():
         listener.listen()
         assert free_meeting_port(4711) > free
     assert free_meeting_port(4711) == free
+
+
+def test_an_srun_that_was_typed_by_hand_meets_at_the_jobs_own_port(monkeypatch):
+    for name, value in {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(starting_ranks, "first_node_address", lambda: "n1")
+    monkeypatch.delenv(MEETING_PORT, raising=False)
+    two_nodes = World(nodes=2, processes_per_node=1)
+    assert "--master-port=14711" in starting_ranks.meeting_arguments(two_nodes)
+    monkeypatch.setenv(MEETING_PORT, "15000")  # as a worker gives it
+    assert "--master-port=15000" in starting_ranks.meeting_arguments(two_nodes)

@@ -106,13 +106,18 @@ def node_number() -> int:
     return int(os.environ.get("SLURM_NODEID", "0"))
 
 
+def first_meeting_port(job: int) -> int:
+    """The port at which the search for one of a job begins, another for each job."""
+    return MEETING_PORTS[job % len(MEETING_PORTS)]
+
+
 def free_meeting_port(job: int) -> int:
     """A port of this machine at which the nodes of a job can meet.
 
-    The search starts at another port for each job, so that two jobs that start on one machine at
+    The search begins at another port for each job, so that two jobs that start on one machine at
     the same time do not find the same one. Where all are taken, torchrun will say so.
     """
-    first = job % len(MEETING_PORTS)
+    first = MEETING_PORTS.index(first_meeting_port(job))
     for port in (*MEETING_PORTS[first:], *MEETING_PORTS[:first]):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))

@@ -45,7 +45,7 @@ import socket
 import sys
 
 from calibeval.io import InputError
-from sweeps.runs.processes import MEETING_PORT, node_number, run_checked
+from sweeps.runs.processes import MEETING_PORT, first_meeting_port, node_number, run_checked
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
 
@@ -102,13 +102,15 @@ def meeting_arguments(world: World) -> list[str]:
     """
     if world.nodes == 1:
         return ["--standalone"]  # at a port that the kernel chooses
-    port = os.environ.get(MEETING_PORT)
+    job = os.environ.get("SLURM_JOB_ID")
     nodes_of_step = int(os.environ.get("SLURM_STEP_NUM_NODES", "0"))
-    if port is None or nodes_of_step != world.nodes:
+    if job is None or nodes_of_step != world.nodes:
         raise InputError(
             f"world.nodes: the run asks for {world.nodes} nodes and was started on "
             f"{nodes_of_step or 'none'} of Slurm's; `python -m sweeps launch` on Slurm starts it"
         )
+    # An srun that was typed by hand has no worker that has looked for a free port.
+    port = os.environ.get(MEETING_PORT, str(first_meeting_port(int(job))))
     return [
         f"--nnodes={world.nodes}",
         f"--node-rank={node_number()}",
