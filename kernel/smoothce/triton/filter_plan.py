@@ -41,7 +41,7 @@ SHARE_SIZE = 2048
 # About as many pairs are listed even of a block in which all norms are small, if they are alike:
 # half a tile.
 DRAWN = 64
-# Numbers of tokens in the lists are int16.
+# Places of packed tokens are int16 in the lists.
 MAX_PADDED_TOKENS = 2**15
 
 # What an item of the queue asks for.
@@ -67,7 +67,9 @@ class PairPlan(NamedTuple):
     # (blocks, padded) bf16, m_ij: 0 for a kept pair, (1 − w) P < 0 for a drawn one, P > 0 for a
     # dropped one; see `is_dropped`.
     pair_coefficients: Tensor
-    # (blocks, padded) int16: the first listed[j] entries of row j are block j's listed tokens.
+    # (blocks, padded) int16: the first listed[j] entries of row j are block j's listed tokens, by
+    # their places among the super-block's packed tokens. `PackedTokens.order` says which of the
+    # call's tokens these are.
     listed_tokens: Tensor
     # (blocks,) int32: how many tokens each block lists.
     listed: Tensor

@@ -45,9 +45,10 @@ SLACK = tl.constexpr(64.0)
 LOWEST = tl.constexpr(-1e38)  # an offset below every logit
 FP16_RANGE = tl.constexpr(60000.0)
 
-# The programs of `forward_kernel` take the tiles in so many waves, one after the other, of as many
-# programs as the GPU has multiprocessors. Where a collective holds some multiprocessors, the others
-# take over their programs of the later waves, so that it delays a part of the work and not all.
+# `forward_kernel` is launched with so many programs for each of the GPU's multiprocessors, which
+# can run one of them at a time. A program of a later wave starts on whichever multiprocessor is
+# free. So where another stream's NCCL kernel occupies some multiprocessors, only their programs of
+# the first wave are late, and not a share of all the work.
 WAVES = 4
 
 # The `BlockSums` that are kept at a time take at most so many bytes, unless those of one group of
@@ -354,7 +355,8 @@ class SavedProbabilities(NamedTuple):
 class BlockSums:
     """What the forward finds of some tokens in each block of the vocabulary, (blocks, tokens)."""
 
-    # log2 Σ_v 2^z over the block, for base-2 logits z, relative to `reference_logit_base2`
+    # log2 Σ_v 2^z over the block, for base-2 logits z, relative to `reference_logit_base2`; that of
+    # `PackedTokens` is absolute
     lse_base2: Tensor
     # Σ_v u_v z_v, or Σ_v z_v where u is uniform; None without smoothing
     smoothing_logit_base2: Tensor | None = None

@@ -325,7 +325,7 @@ class GradientSums:
         if len(rows) == 0:
             return
         if self.weight is not None:
-            if self.weight.dtype != rows.dtype:
+            if self.weight.dtype != rows.dtype:  # `sum_in_fp32`: dC is fp32, the rows 16 bits
                 if not self.begun:
                     self.weight.zero_()
                 add_matmul_fp32(self.weight, rows.T, states)

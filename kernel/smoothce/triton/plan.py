@@ -240,7 +240,7 @@ def describe(call: LossCall) -> str:
         case "filtered":
             return describe_filter(call)
         case "recompute_backward":
-            return f"{products + 1} products or a little less, for {plan.reason}"
+            return f"{products + 1} products, for {plan.reason}"
         case "grad_in_forward":
             return describe_workspace(call, plan, products)
         case _:

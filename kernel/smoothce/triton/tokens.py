@@ -93,7 +93,9 @@ class PackedTokens(NamedTuple):
     valid_count: Tensor  # (1,) int32, how many are valid
     labels: Tensor  # (padded,) int32, the label's row of C; -1 where this rank has none
     label_logit: Tensor  # (padded,) fp32 nats
-    lse_base2: Tensor  # (padded,) fp32 base 2, +inf where there is no valid token
+    # (padded,) fp32 base 2, over the whole vocabulary and absolute, unlike that of
+    # `forward.BlockSums`; +inf where there is no valid token
+    lse_base2: Tensor
     offset_base2: Tensor  # (padded,) fp32 base 2, what saved probabilities are relative to
     # The filter's alone.
     hidden_total: Tensor | None = None  # (D,) fp32, Σ E_i over valid tokens

@@ -120,8 +120,8 @@ def test_a_part_has_a_tile_of_tokens_however_little_was_asked_for():
     ("options", "words"),
     [
         ({}, "3 products: gradients are made in the forward, 700 of 700 tokens at a time, in a"),
-        ({"workspace": 0}, "4 products or a little less, for workspace is 0"),
-        ({"softcap": 50.0}, "4 products or a little less, for a softcap over 43.3 lets"),
+        ({"workspace": 0}, "4 products, for workspace is 0"),
+        ({"softcap": 50.0}, "4 products, for a softcap over 43.3 lets"),
         ({"filter_eps": 0.1}, "drawn at random"),
         ({"filter_eps": 0.1, "softcap": 30.0}, "under a softcap the gradient is biased"),
     ],
