@@ -32,9 +32,10 @@ class CalibrationCallback(TrainerCallback):
     among all tokens. The values are those of `calibeval score` on the model as it would be saved
     then, and training goes on as it would without them.
 
-    Of several processes the first scores, while the others wait for it in their next exchange of
-    gradients. So a scoring must take less than `TrainingArguments.ddp_timeout`, which is 30 minutes
-    by default: give a task a `limit`, or raise it.
+    Of several processes the first scores, while the others wait for it in the next exchange of all
+    of them, mostly that of gradients. So a scoring must take less than
+    `TrainingArguments.ddp_timeout`, which is 30 minutes by default: give a task a `limit`, or raise
+    it.
 
         trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
         watch = CalibrationCallback([{"task": "mmlu", "data": "DATA"}], every=100, trainer=trainer)

@@ -71,9 +71,9 @@ def same_prompts(
 
     A difference would be the prompts' as well. Compared are letters or texts, the chat template
     and the number of examples; with `wording` also the prompts' very words, and how many of them
-    were cut to fit the model. What is not known of one of the two is taken to be alike: a file
-    without digests of its prompts may have any wording, and an import of a program that does not
-    tell of chats may be of one.
+    were cut to fit the model. Where one of the two has no digests of its prompts, its wording
+    is taken to be alike; so is its chat template where it is the import of a program that does not
+    tell of chats.
     """
     conditions_of_b = _conditions(b, wording)
     for name, first in _conditions(a, wording).items():

@@ -513,6 +513,13 @@ def read_inspect(path: Path) -> Log:
         raise InputError(f"{path}: an archive, not a log that can be read; {remedy}")
     try:
         log = json.loads(read_text(path))
+        status = log.get("status")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
+    # Before anything else of it, since the log of a run that has not ended may lack `samples`.
+    if status != "success":
+        raise InputError(f"{path}: status is {status!r}, expected 'success'; finish it first")
+    try:
         task = log["eval"]["task"].split("/")[-1]
         shared = {
             "model": log["eval"]["model"],
@@ -520,11 +527,8 @@ def read_inspect(path: Path) -> Log:
         }
         first_epoch = [sample for sample in log["samples"] if sample.get("epoch", 1) == 1]
         answered = [sample for sample in first_epoch if not _is_unanswered(sample)]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
-    status = log.get("status")
-    if status != "success":
-        raise InputError(f"{path}: status is {status!r}, expected 'success'; finish it first")
     samples = [
         LogSample(f"{path}, sample {sample.get('id')}", partial(inspect_row, sample, task))
         for sample in answered

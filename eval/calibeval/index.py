@@ -76,7 +76,9 @@ class IndexedFile:
 # questions, and which of the repetitions of one setting.
 NO_ROW_KEYS = ("records", "dataset", "seed", "run")
 OTHER_DATASET = "if it is meant, another 'dataset' in the index keeps them apart"
-FIRST_KEYS = ("train_data", "model", "label_smoothing")
+# Rows that agree in these keys are compared with each other and stand together.
+BLOCK_KEYS = ("train_data", "model")
+FIRST_KEYS = (*BLOCK_KEYS, "label_smoothing")
 HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
 
 
@@ -103,8 +105,8 @@ class TableRow:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """Rows that are compared with each other: the same training data and model."""
-        return tuple(self.text(key) for key in FIRST_KEYS[:2] if key in self.shown)
+        """What rows that are compared with each other have in common: training data and model."""
+        return tuple(self.text(key) for key in BLOCK_KEYS if key in self.shown)
 
     def text(self, key: str) -> str:
         """Return a key's value as tables print it."""
@@ -120,6 +122,10 @@ class TableRow:
     def name(self) -> str:
         """Return what tells the row from others, for titles and legends: "1.5B, β = 0.1"."""
         return self.name_without()
+
+    def name_in_block(self) -> str:
+        """Return the row's name, less what its block says of it."""
+        return self.name_without(*BLOCK_KEYS)
 
     def name_without(self, *left_out_keys: str) -> str:
         """Return the row's name, less what some keys say of it."""

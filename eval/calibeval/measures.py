@@ -511,7 +511,8 @@ def rms_hendrycks(sample: Sample) -> np.ndarray:
     counts = None
     if not sample.has_each_once:
         counts = sample.counts.take(folded.order, axis=1).astype(float, copy=False)
-    bins = folded.of((correct != is_folded).astype(float), counts)
+    folded_correct = correct != is_folded  # 1 − correct where the confidence is folded
+    bins = folded.of(folded_correct.astype(float), counts)
     return ((bins.weight * bins.gap) ** 2).sum(1) ** 0.25
 
 

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from calibeval import figures, index, stats
 from calibeval.evaluations import CONFIDENCES, SIGNIFICANCE, Cluster, Evaluation
-from calibeval.index import Results, Scalar, TableRow, heading
+from calibeval.index import BLOCK_KEYS, Results, Scalar, TableRow, heading
 from calibeval.io import InputError, counted, write_text
 from calibeval.measures import (
     COMPARED_BY_SQUARE,
@@ -141,6 +141,14 @@ class Table:
     heads: list[str]
     lines: list[Line]
     notes: list[str]
+
+    def head_of_names(self) -> str:
+        """Return the headings of what the page has at the left of each row.
+
+        That is the row's name within its block, and its seeds; the block has a row of its own."""
+        in_block = [heading(key) for key in BLOCK_KEYS]
+        heads = [head for head in self.label_heads if head not in in_block]
+        return ", ".join([*heads, SEEDS_HEAD])
 
     def frame(self, with_bold: bool = True) -> pd.DataFrame:
         """Return the table as text, with bold as Markdown has it unless told otherwise."""

@@ -6,26 +6,28 @@ estimate of the gap's noise. The debiased squared error is
     T = Σ w_b (Δ_b² − s_b²)
 
 **A resample's error.** A resample, marked *, has the gap Δ*_b = Δ_b + G_b, where G_b is noise of
-variance s_b². Its squared error, against the noise s*_b² that it would take off, has three parts:
+variance s_b². Its squared error, less the noise s*_b² that it would take off, has three parts:
 
     Σ w*_b (Δ*_b² − s*_b²) = A + B + D
     A = Σ w*_b (G_b² − s*_b²)       what noise alone reads
     B = 2 Σ w*_b Δ_b G_b            noise at the gaps
     D = Σ w*_b Δ_b²                 the gaps, weighted by how often the resample has each bin
 
-**Why A is kept apart.** A calibrated model has no gaps, and its errors vary as A does. Wherever
-there are gaps, B and D vary more than A, and they do so together: their sum is the resample's error
-to first order. But Δ_b is itself observed with the noise s_b², so B is too large. Let v be A's
-variance, Σ w_b² 2 s_b⁴ of Gaussian noise, and V that of B + D. The mean of Δ_b² exceeds the true
-square by s_b², and the variance of B, 4 Σ w_b² Δ_b² s_b², exceeds the one that it would have at
-the true gaps by 4 Σ w_b² s_b⁴, which is 2 v. D's variance is too large as well, but by less:
-where gaps are about as large as their noise, by about 1 / n_b of it, with n_b questions in the bin.
-That is left.
+The mean of D is Σ w_b Δ_b², which is above T by the noise Σ w_b s_b². That does no harm:
+`stats._interval` uses only how the draws vary around their mean.
+
+**Why A is kept apart.** A calibrated model has no gaps, and its errors vary as A does. Where gaps
+are larger than their noise, B and D vary more than A, and they do so together: their sum is the
+resample's error to first order. But Δ_b is itself observed with the noise s_b², so B is too large.
+Let v be A's variance, Σ w_b² 2 s_b⁴ of Gaussian noise, and V that of B + D. The mean of Δ_b²
+exceeds the true square by s_b², and the variance of B, 4 Σ w_b² Δ_b² s_b², exceeds the one that it
+would have at the true gaps by 4 Σ w_b² s_b⁴, which is 2 v. D's variance is too large as well, but
+by less: where gaps are about as large as their noise, by about 1 / n_b of what B's is too large by,
+with n_b questions in the bin. That is left.
 
 **The draws** are therefore A + κ (B + D). κ is one factor before B + D as a whole. (Shrinking each
 gap Δ_b in its place would put κ before B, but κ² before D.) That κ also shrinks the mean of B + D
-does no harm: `stats._interval` uses only how the draws vary around their mean. κ takes the excess
-off the variance of B + D:
+does no harm either, for the same reason. κ takes the excess off the variance of B + D:
 
     κ² = max(0, V − v min(2, 4 v / V)) / V
 

@@ -165,11 +165,12 @@ class Side(NamedTuple):
     values: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); not finite in resamples of which the metric is not defined
     cluster_count: int | None = None  # of those resampled as a whole; None: single questions
-    # M metrics of each of U units by itself, (S, M, U); None where the units are too many to keep.
-    # A unit is what is resampled, a question or a subject. `sign_test_p` counts the units in which
-    # two sides differ, and they differ in a unit where any of its M values does. Of a side of a
-    # mean, such as accuracy, the one value is the metric's own, so M is 1. Of another metric, such
-    # as AUROC, which a single question does not have, they are all metrics with an interval.
+    # What tells in which units two sides differ, (S, M, U); None where the units are too many to
+    # keep. A unit is what is resampled, a question or a subject, and each of the M values is of
+    # this unit alone. Of a side of a mean, such as accuracy, M is 1: the metric's own value. Of
+    # another metric, such as AUROC, which a single question does not have, they are the values of
+    # all metrics with an interval. Two sides differ in a unit where any of its M values does, and
+    # `sign_test_p` counts these units.
     unit_values: np.ndarray | None = None
     is_mean: bool = False  # whether the metric is a mean over the questions
 
@@ -346,9 +347,10 @@ def sign_test_p(
     Args:
         value: The sum of the sides as they are.
         summed_draws: Those of R resamples, (R,).
-        summed_units: The sum of the sides' `Side.unit_values`, in each of U units and each of the M
-            metrics that are explained there, (M, U); None where there are too many units to keep.
-        is_mean: Whether the metric is a mean over the questions; then M is 1, the metric itself.
+        summed_units: The sum of the sides' `Side.unit_values`, (M, U), in each of U units: the
+            metric itself if it is a mean (M = 1), else every metric with an interval. None where
+            there are too many units to keep.
+        is_mean: Whether the metric is a mean over the questions.
     """
     if is_mean and summed_units is not None:
         in_both_directions = _have_both_signs(summed_units)
@@ -394,9 +396,9 @@ def _units_by_draws(value: float, summed_draws: np.ndarray) -> float | None:
 
     The number is needed where it is small, for then the interval cannot decide. Let the value be
     above 0 and k ≤ 3. Then exp(−k) is more than 2.5 %, so the lower quantile of the draws is 0. But
-    `_interval` shifts the draws until their mean is the value, so the interval begins at value −
-    mean of the draws (where nothing widens it). That is 0 but for the randomness of the resamples,
-    and whether it is above 0 or below it is chance.
+    `_interval` shifts the draws until their mean is the value: it begins at value + (quantile −
+    mean of the draws), where nothing widens it. Here that is value − mean of the draws. It is 0 but
+    for the randomness of the resamples, and whether it is above 0 or below it is chance.
     """
     zero_share = float((~_differs(summed_draws)).mean())
     if zero_share == 0:

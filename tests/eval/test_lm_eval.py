@@ -678,6 +678,8 @@ def test_logs_of_inspect_that_cannot_be_used(tmp_path, refused, write_log):
     assert "`inspect log convert --to json --output-dir DIR" in refused(*command)
     write_log([], status="cancelled")
     assert "status is 'cancelled', expected 'success'" in refused(*command)
+    write_log(None, status="started")  # a log whose run goes on
+    assert "status is 'started', expected 'success'; finish it first" in refused(*command)
     (tmp_path / "log.eval").write_bytes(b"PK")
     archive = refused("import", tmp_path / "log.eval", "--out", tmp_path / "r.jsonl")
     assert "an archive, not a log that can be read; `inspect log convert --to json" in archive
