@@ -5,9 +5,9 @@
 Each takes (hidden, weight, labels, label_smoothing, softcap=None) and returns the mean loss. The
 decorator `lacks` names the features that a loss does not have. A loss that is called with one of
 these raises ValueError, which `smoothce.bench` prints in its row. `all_peers.py`, which measures
-all of them in one run, asks `features_lacking_of`, and does not call a loss for what it lacks, not
-even for "chunked smoothing". A library is imported when its loss is first called, since some change
-torch when imported.
+all of them in one run, asks `features_lacking_of`: it times a loss at β = 0 if that lacks
+"smoothing" or "chunked smoothing", and under a softcap it leaves out what lacks "softcap". A
+library is imported when its loss is first called, since some change torch when imported.
 """
 
 import functools

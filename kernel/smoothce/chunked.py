@@ -1,9 +1,9 @@
 """The loss by chunks of tokens, in plain PyTorch: for CPUs, and wherever Triton cannot serve.
 
 The logits of one chunk (128 × V on a CPU) are all that is held at a time. They become its
-probabilities and then its gradient in the same memory. Under a softcap the cap's slope takes as
-much again, and a smoothing target beside it twice as much for a while. The entropy takes as much
-again for a while too.
+probabilities and then its gradient in the same memory. Under a softcap the cap's slope, which the
+gradient takes, needs as much again, and a smoothing target beside it twice as much for a while. The
+entropy takes as much again for a while too.
 
 For a reduced loss the forward computes the gradients too, up to the upstream factor, so that the
 logits are computed once: three matrix products in all. Without reduction, or with the log-sum-exps

@@ -2,8 +2,8 @@
 
 A call's tensors are checked and flattened, `dispatch` chooses an implementation and runs it, and
 its output takes the caller's shape. Under `torch.compile` an operator stands in the graph for the
-middle part, but for the reference and a process group. It is no implementation of the loss: when
-the graph runs, it asks `dispatch` for one.
+middle part, except with `impl="reference"` or a process group. It is no implementation of the loss:
+when the graph runs, it asks `dispatch` for one.
 """
 
 from typing import Any, Literal, TypeAlias, overload
@@ -156,10 +156,12 @@ def linear_cross_entropy(
       wanted. `explain` says how many tokens and bytes a call takes. The other implementations and
       the filter ignore `workspace`.
 
-      "auto" holds the probabilities of max(D, 2048) tokens at a time, which take at least the bytes
-      of the classifier's gradient; or of a quarter of all tokens, where that is up to three times
-      as many; or of 2048 tokens, where the classifier is frozen. It does not look at how much
-      memory is free: where the GPU has too little, PyTorch raises OutOfMemoryError.
+      "auto" holds the probabilities of at most max(D, 2048) tokens at a time, which take the bytes
+      of the classifier's gradient or more; or of a quarter of all tokens, where that is up to three
+      times as many; or of 2048 tokens, where the classifier is frozen. Tokens are cut into the
+      fewest equal parts that keep to that, so a part may have fewer: of 8,192 tokens with D = 2304
+      it has 2,048. "auto" does not look at how much memory is free: where the GPU has too little,
+      PyTorch raises OutOfMemoryError.
 
       0 takes little memory, and one product more, since the backward computes all logits a second
       time. These calls do so whatever `workspace` is: in fp16, with `return_lse`, with a softcap
@@ -174,11 +176,12 @@ def linear_cross_entropy(
     - `filter_eps`: None for the exact gradient. A number lets the Triton kernels leave out small
       parts of it, which is faster. The classifier's rows are cut into blocks of 256 entries, or 128
       in fp32. Where a bound of the 2-norm of a token's probabilities in a block is below
-      `filter_eps`, the block is computed with probability bound / filter_eps and weighted
-      accordingly, so that the gradient is right in the mean; otherwise a model of the block stands
-      in. (A block whose bounds, each counted up to `filter_eps`, sum to less than 64 · filter_eps
-      has a lower threshold of its own, which is that sum / 64. It is then computed for about 64
-      tokens if their bounds are alike, and for fewer if a few bounds make up most of the sum.)
+      `filter_eps`, this token's part of the block is computed with probability p = bound /
+      filter_eps. Where it is not, a model of it stands in; where it is, it counts 1/p times, and
+      the model is taken off 1/p − 1 times, so that the gradient is right in the mean. (A block
+      whose bounds, each counted up to `filter_eps`, sum to less than 64 · filter_eps has a lower
+      threshold of its own, which is that sum / 64. It is then computed for about 64 tokens if their
+      bounds are alike, and for fewer if a few bounds make up most of the sum.)
       "auto" is
 
           2^-8.3 (256000 / V)^¼, or None where no rank has 8192 of the V entries or more.

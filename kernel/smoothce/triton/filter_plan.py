@@ -288,6 +288,24 @@ def count_kernel(
 
 
 @triton.jit
+def first_at_least(numbers, count, bound, STEPS: tl.constexpr):
+    """The first i < count where numbers[i] is at least `bound`, or `count` where there is none.
+
+    A binary search of ascending integers: the result is always in [low, high], and after STEPS
+    turns, with 2^STEPS > count, the two ends have met.
+    """
+    low = 0
+    high = count
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        # Where the ends have met, `other` is taken and leaves them there: numbers[count] is none.
+        is_enough = tl.load(numbers + middle, mask=low < high, other=bound) >= bound
+        high = tl.where(is_enough, middle, high)
+        low = tl.where(is_enough, low, middle + 1)
+    return high
+
+
+@triton.jit
 def items_kernel(
     first_tile, tile_end, n_shares, share_end,  # (blocks,) each
     items, tile_owner,  # written
@@ -327,8 +345,6 @@ def items_kernel(
                            smallest r with b ≤ r or first_tile[r] ≥ tile_end[b] − reach
         of a share of r    the shares before it, and the tiles of all b < b₀, where b₀ is the
                            smallest b > r with tile_end[b] > first_tile[r] + reach
-
-    Both numbers of blocks are found by a binary search, the two side by side in one loop.
     """
     block = tl.program_id(0)
     begin = tl.load(first_tile + block)
@@ -336,42 +352,17 @@ def items_kernel(
     shares = tl.load(n_shares + block)
     last_share = tl.load(share_end + block)
 
-    # r₀ of this block's tiles is in [r0_low, r0_high], whose ends meet. It is at most this block,
-    # whose own tiles stand before its shares: that is b ≤ r, and the high end begins there. For T2
-    # of the example above, end − reach is 6 − 4 = 2. The first tiles of blocks 0, 1 and 2 are 0, 2
-    # and 3, so block 1 is the first with 2 or more. r₀ is 1, and S0 alone stands before T2.
-    r0_low = 0
-    r0_high = block
-    # For b₀ of this block's shares, the search is for `reached`: how many blocks' tiles end within
-    # reach, tile_end ≤ begin + reach. It is in [reached_low, reached_high], whose ends meet. Since
-    # blocks are counted from 0, it is also the number of the first block out of reach. But b₀ has
-    # to be more than this block as well, so that it is max(reached, block + 1): `blocks_before`.
-    # For S0 of the example above, begin + reach is 0 + 4. The tiles of blocks 0 and 1 end after 2
-    # and 3 tiles, those of block 2 after 6. So `reached` is 2, and b₀ is max(2, 1) = 2.
-    reached_low = 0
-    reached_high = blocks
+    # r₀ is at most this block, since b ≤ r holds from there on. For T2 of the example above, end −
+    # reach is 6 − 4 = 2. The first tiles of blocks 0, 1 and 2 are 0, 2 and 3, so block 1 is the
+    # first with 2 or more. r₀ is 1, and S0 alone stands before T2.
+    r0 = first_at_least(first_tile, block, end - reach, STEPS)
+    # b₀ is more than this block. For S0 of the example, begin + reach is 0 + 4. The tiles of blocks
+    # 0 and 1 end after 2 and 3 tiles, those of block 2 after 6. So b₀ is 2.
+    b0 = tl.maximum(first_at_least(tile_end, blocks, begin + reach + 1, STEPS), block + 1)
 
-    # All programs take STEPS turns, and a turn after the ends have met must change nothing. So
-    # neither low end may pass its high one: that of r₀ is held back by `tl.minimum`, that of
-    # `reached` by `reached_middle < reached_high`. The latter is for ends that meet at `blocks`,
-    # which has no tile_end: the last block's is read there instead, and it says once more to go up.
-    for _ in range(STEPS):
-        r0_middle = (r0_low + r0_high) // 2
-        comes_after = tl.load(first_tile + r0_middle) >= end - reach
-        r0_high = tl.where(comes_after, r0_middle, r0_high)
-        r0_low = tl.where(comes_after, r0_low, tl.minimum(r0_middle + 1, r0_high))
-
-        reached_middle = (reached_low + reached_high) // 2
-        is_reached = tl.load(tile_end + tl.minimum(reached_middle, blocks - 1)) <= begin + reach
-        reached_low = tl.where(
-            is_reached & (reached_middle < reached_high), reached_middle + 1, reached_low
-        )
-        reached_high = tl.where(is_reached, reached_high, reached_middle)
-
-    shares_before = tl.load(share_end + r0_high) - tl.load(n_shares + r0_high)
+    shares_before = tl.load(share_end + r0) - tl.load(n_shares + r0)
     tile_place = shares_before + begin
-    blocks_before = tl.maximum(reached_low, block + 1)
-    share_place = last_share - shares + tl.load(tile_end + blocks_before - 1)
+    share_place = last_share - shares + tl.load(tile_end + b0 - 1)
     step = tl.arange(0, BLOCK)
     for start in range(0, end - begin, BLOCK):
         index = start + step

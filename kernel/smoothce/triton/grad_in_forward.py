@@ -60,8 +60,9 @@ from smoothce.triton.tokens import (
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-# Rows of the workspace before the first token's: three hold û, the others zeros. Eight of them
-# leave the tokens' rows as aligned as the workspace is.
+# Rows of the workspace before the first token's: three hold û, the others zeros. There are
+# eight, since `weigh` puts as many before the hidden states that go into dC's product: eight rows
+# of any D take whole 16-byte pieces, so that the states behind them are as aligned as without them.
 LEAD = 8
 # The rows that hold û, each named for the term of `SmoothingRows`'s product û ê that it has.
 U_HIGH_E_HIGH = 0

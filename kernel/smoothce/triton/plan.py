@@ -27,7 +27,7 @@ AUTO_EPS = 2.0**-8.3 * 256000**0.25
 LEAST_FILTERED_ENTRIES = 8192  # with fewer there is too little to skip: "auto" is exact
 
 BUSY_TOKENS = 2048  # tokens whose products keep a GPU busy
-LEAST_TOKENS = 512  # fewer at a time cost more than computing logits twice
+LEAST_TOKENS = 512  # where there is room for fewer, computing logits twice costs less
 MOST_ROUNDINGS = 8  # most parts after each of which dC is rounded; more are summed in fp32
 
 # Under a softcap the forward's gradients take each logit from its saved probability, which can be
@@ -180,7 +180,9 @@ def bytes_of_fp32_sums(call: LossCall) -> int:
 
 
 def least_tokens(call: LossCall) -> int:
-    """How many tokens at a time the gradients are made of in the forward, at least."""
+    """For how many tokens the workspace must have room, at least, for gradients to be made in the
+    forward. (Equal parts may be smaller: with room for 512 of 600 tokens, they have 384 and 216.)
+    """
     return min(len(call.inputs.labels), LEAST_TOKENS)
 
 
@@ -202,8 +204,8 @@ def reason_of_small_workspace(call: LossCall) -> str:
     remedy = f"workspace={enough} or more is enough"
     if most < least:
         return (
-            f"a workspace of {workspace} bytes holds the probabilities of {most} tokens, and "
-            f"{least} are the least at a time; {remedy}"
+            f"a workspace of {workspace} bytes holds the probabilities of {most} tokens, and it "
+            f"must have room for {least}; {remedy}"
         )
     return (
         f"a workspace of {workspace} bytes has no room for fp32 sums beside the probabilities: "

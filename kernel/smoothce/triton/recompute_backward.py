@@ -67,15 +67,15 @@ SUPER_BLOCK_TOKENS = 8192
 # With CHUNK_BYTES and all else that it holds a step comes to the 118 MB of kernel/README.md.
 #
 # CHUNK_SHARE is for smaller calls. There a step that wants both gradients is to hold at most a
-# tenth more than the gradients' own bytes. The chunk memory gets that tenth less a share of 0.0035,
-# which is for `PackedTokens` and `Coefficients`: seven 4-byte numbers a token, 28 N bytes.
-# Gradients of 16 bits have 2 D (V + N) bytes, so that the share is 28 N / (2 D (V + N)). That is at
-# most 7 / D where N ≤ V, and 0.0035 or less where D is 2000 or more.
+# tenth more than the gradients' own bytes. The chunk memory gets that tenth less the share of
+# `PackedTokens` and `Coefficients`. They have seven 4-byte numbers a token, 28 N bytes, beside
+# gradients of 16 bits, which have 2 D (V + N) bytes. So their share is 28 N / (2 D (V + N)), which
+# is at most 7 / D where N ≤ V. It is taken for D = 2000; larger ones need less.
 #
 # In still smaller calls it is more than a tenth: the chunk memory has CHUNK_LEAST_BYTES in any
 # case, for fewer entries at a time leave the products too small.
 CHUNK_BYTES = 112 * 2**20
-CHUNK_SHARE = 0.1 - 0.0035
+CHUNK_SHARE = 0.1 - 7 / 2000
 CHUNK_LEAST_BYTES = 32 * 2**20
 
 ALIGNED_NUMBERS = 8  # in 16 bits so many are 16 bytes, what a kernel's widest loads read at a time

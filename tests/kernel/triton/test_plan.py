@@ -93,11 +93,11 @@ BYTES_OF_A_TOKEN = 2 * GEMMA[0]  # its probabilities in bf16
 @pytest.mark.parametrize(
     ("n", "tokens", "reason"),
     [
-        (8192, 511, "of 511 tokens, and 512 are the least at a time; workspace=524288000 or more"),
+        (8192, 511, "of 511 tokens, and it must have room for 512; workspace=524288000 or more"),
         (8192, 700, "8192 tokens would take 12 parts, .* sums in fp32, of 2359296000 bytes"),
         (8192, 1023, "8192 tokens would take 9 parts, .* workspace=524288000 or more"),
         (2**20, 5000, "1048576 tokens would take 210 parts, .* workspace=2621440000 or more"),
-        (100, 60, "of 60 tokens, and 100 are the least at a time; workspace=51200000 or more"),
+        (100, 60, "of 60 tokens, and it must have room for 100; workspace=51200000 or more"),
     ],
 )
 def test_the_reason_says_what_a_workspace_lacks(n, tokens, reason):
