@@ -24,7 +24,8 @@ CONVERT_PROGRAMS = 16  # programs of `convert_kernel` to the rows of a token til
 # whose logarithm is −∞. It meets masked rows only where the host does not know how many tokens are
 # valid (`grad_in_forward.Part`). (Columns past V in the last block hold 0 too, but what becomes of
 # them is never read.) No other is smaller: `plan.SAVED_POWERS` keeps them above 2^-125, or 2.4e-38.
-# This is 2^-126, the least normal number of fp32 and bf16: a GPU may read a smaller one as 0.
+# This is 2^-126, the least normal number of fp32 and bf16. Triton 3.6 takes a smaller constant for
+# one of fp64, and would compute all that follows from it in fp64.
 LEAST_PROBABILITY = tl.constexpr(2.0**-126)
 
 

@@ -1,5 +1,5 @@
-"""Every kernel fits into the shared memory of every GPU that the package serves: found by compiling
-for it, which needs no GPU.
+"""Every kernel fits into the shared memory of every GPU that the package serves, and computes
+nothing in fp64: found by compiling for it, which needs no GPU.
 
     python test_shared_memory.py CAPABILITY DTYPE       such as 89 bfloat16
 
@@ -15,19 +15,35 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton.language as tl
 from triton import __version__ as triton_version
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from smoothce import triton as triton_loss
 from smoothce.options import InputTensors, Options
-from smoothce.triton import recompute_backward
+from smoothce.triton import (
+    dproduct,
+    filter_kernels,
+    filter_plan,
+    forward,
+    grad_in_forward,
+    recompute_backward,
+    tiles,
+    tokens,
+)
 
 # Bytes of a block, opted in: NVIDIA's CUDA C++ programming guide, compute capabilities.
 # fp16 takes the tiles of bf16.
 LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 FIRST_TRITON = {100: (3, 3), 120: (3, 3)}  # the first that knows the GPU
-MODES = [{}, {"workspace": 0}, {"filter_eps": 0.01}, {"softcap": 30.0, "filter_eps": 0.01}]
+MODES: list[dict[str, float]] = [
+    {},
+    {"workspace": 0},
+    {"filter_eps": 0.01},
+    {"softcap": 30.0},
+    {"softcap": 30.0, "filter_eps": 0.01},
+]
 N_TOKENS = 300
 
 
@@ -52,6 +68,17 @@ def test_kernels_fit(capability, dtype):
     assert too_large == {}
 
 
+@pytest.mark.parametrize(
+    "module", [dproduct, filter_kernels, filter_plan, forward, grad_in_forward, tiles, tokens]
+)
+def test_constants_are_normal_numbers_of_fp32(module):
+    """Triton 3.6 takes any other constant for one of fp64, and computes in fp64 from there on."""
+    least = torch.finfo(torch.float32).tiny
+    for name, constant in vars(module).items():
+        if isinstance(constant, tl.constexpr) and isinstance(constant.value, float):
+            assert least <= abs(constant.value) <= torch.finfo(torch.float32).max, name
+
+
 def compile_alone(capability: int) -> dict[str, int]:
     """From here on compile every launch for this compute capability and run none; returns where
     the shared memory of each kernel is noted, in bytes."""
@@ -61,6 +88,7 @@ def compile_alone(capability: int) -> dict[str, int]:
     def compile_and_note(self, *args, grid, warmup, **settings):
         kernel = run(self, *args, grid=grid, warmup=True, **settings)
         name = self.fn.__name__
+        assert ".f64" not in kernel.asm["ptx"], f"{name} computes in fp64"
         shared_bytes[name] = max(shared_bytes.get(name, 0), kernel.metadata.shared)
 
     gpu = SimpleNamespace(
