@@ -24,6 +24,23 @@ from calibeval.validation import is_unicode
 Scalar = bool | int | float | str | None
 
 
+# Columns of table.csv (`report.tidy`) with a row's figures. A key of a line has a column of its own
+# there, and so another name.
+FIGURE_COLUMNS = (
+    "seeds",
+    "questions",
+    "letter_mass",
+    "confidence",
+    "metric",
+    "value",
+    "low",
+    "high",
+    "floor",
+    "floor_95",
+    "p",
+)
+
+
 class Entry(BaseModel, strict=True, extra="allow"):
     """One record file, and what is known of the training behind it; any other key is a scalar.
 
@@ -41,8 +58,13 @@ class Entry(BaseModel, strict=True, extra="allow"):
     __pydantic_extra__: dict[str, Scalar]
 
     @model_validator(mode="after")
-    def _is_text(self) -> "Entry":
+    def _has_columns_of_its_own(self) -> "Entry":
         for name, value in self.__pydantic_extra__.items():
+            if name in FIGURE_COLUMNS:
+                raise ValueError(
+                    f"{name!r} is a column of figures in table.csv; give the key another name, "
+                    f"such as 'train_{name}'"
+                )
             if isinstance(value, str) and not is_unicode(value):
                 raise ValueError(f"{name} is {value!a}: half of a surrogate pair is no text")
         return self
@@ -57,7 +79,8 @@ class IndexedFile:
         dataset: The data set that its questions are of.
         model: The model's name.
         seed: The seed of its training; None before fine-tuning, or where nobody knows.
-        keys: All that the line says, in its order: null only of β, before fine-tuning.
+        keys: The line's keys and values, in its order, without those that are null. But
+            `label_smoothing` is kept, which is null before fine-tuning.
     """
 
     path: Path
@@ -302,7 +325,7 @@ def varying_keys(files: list[IndexedFile]) -> tuple[str, ...]:
     def varies(key: str) -> bool:
         # That a tuned model's line lacks a key is a value of the key like any other (None). A model
         # before fine-tuning has no learning rate and the like. That alone does not make such a key
-        # vary, so lines of it count only where they have the key.
+        # vary, so the line of a model before fine-tuning counts only where it has the key.
         counted_files = [file for file in files if key in file.keys or file.was_tuned]
         return len({file.keys.get(key) for file in counted_files}) > 1
 

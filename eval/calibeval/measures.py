@@ -615,7 +615,7 @@ class Metric:
         note: A sentence below a table that has it.
         is_mean: Whether it is a mean over the questions, of a value that each has by itself. The
             sign test of a difference then counts the questions, or the subjects, whose own value
-            differs; of other metrics it counts those that differ in any metric.
+            differs; of other metrics it counts those that differ in any metric with an interval.
         lowest, highest: The values that bound its interval.
         square_draws: Given for an error that is averaged over seeds and compared by its square,
             since roots differ irregularly near 0. It makes the square's draws, from the bins as

@@ -291,7 +291,8 @@ class _TaskFilling:
     ) -> dict[str, RawRecord]:
         """Score all questions but those that are finished; the new records, by id.
 
-        Each goes into the store as soon as it is made.
+        Each goes into the store as soon as it is made. A job's `index` is its item's place in
+        `self.items` (`fit_prompts`), and so is what the engine answers with.
         """
         finished_indices = {index for index, item in enumerate(self.items) if item.id in finished}
         engine = self.engine.get()
@@ -390,9 +391,9 @@ def fit_prompts(
 
     As the official script does: k-shot, then k−1, … (hendrycks/test, evaluate.py). A question that
     does not fit even without examples loses tokens on the left, the start token and a chat's first
-    turn among them. lm-evaluation-harness does so too, but for each choice by itself and with up to
-    two tokens more; here all choices keep one context, which the longest leaves room for. A warning
-    counts such questions, and their records say how many tokens. Choices that do not fit
+    turn among them. lm-evaluation-harness does so too, but for each choice by itself, and it keeps
+    up to two tokens more; here all choices keep one context, which the longest leaves room for. A
+    warning counts such questions, and their records say how many tokens. Choices that do not fit
     by themselves raise `InputError`. `max_length=None` lets everything fit.
     """
     task = resolved(task)

@@ -107,8 +107,9 @@ def shrinkage(noise_part: np.ndarray, gap_part: np.ndarray) -> float:
     """κ for the parts A (R,) and B + D (R,) of an error, or of a sum or difference of errors.
 
     It is 0 where B + D does not vary, as of answers that are all right, with one confidence. That
-    is the formula's limit as V falls to 0: from V = 2 v on κ² = max(0, V − 2 v) / V is 0. Without
-    noise either, v = V = 0, the formula has no limit, but any κ gives draws that do not vary.
+    is the formula's limit as V falls to 0: for every V ≤ 2 v it is κ² = max(0, V − 2 v) / V = 0.
+    Without noise either, v = V = 0, the formula has no limit, but any κ gives draws that do not
+    vary.
     """
     gap_variance = gap_part.var()  # V
     if gap_variance == 0:

@@ -196,9 +196,10 @@ def problems(error: ValidationError) -> list[Problem]:
 
 
 def _is_one_of_several(details: Any, errors: Sequence[Any]) -> bool:
-    """Whether an error is of one of several types that a value may have, which its place ends with.
+    """Whether pydantic tells this error because a value may be of several types.
 
-    A user's own key may be called like a type, so the place alone does not tell: the error must be
+    Its place then ends with the name of the type that was tried (`ERRORS_OF_TRIED_TYPES`). A user's
+    own key may be called like a type, so the place alone does not tell: the error must be
     that type's, and another of the `errors` must be another type's at the same value.
     """
     if not _ends_with_its_type(details):

@@ -103,6 +103,8 @@ def test_any_key_that_varies_is_a_column(project, key):
         ({"dataset": "toy"}, "toy-base.* and .*other-base.*300 and 301 questions"),
         ({"note": [1]}, r"line 1: note is \[1\]: expected true or false or a whole"),
         ({"model": " "}, "line 1: model is ' ': "),
+        ({"metric": "m"}, "line 1: 'metric' is a column of figures .* such as 'train_metric'"),
+        ({"floor": 1}, "line 1: 'floor' is a column of figures in table.csv"),
     ],
 )
 def test_an_index_that_cannot_be_averaged_is_refused(project, tmp_path, refused, change, expected):
@@ -266,6 +268,9 @@ def test_collect_reads_the_index_once(project, tmp_path, run, monkeypatch):
     assert len(reads) == 1
     heading, *rows = (tmp_path / "out" / "table.csv").read_text().splitlines()
     assert "floor_95" in heading
+    # A key of the index could have another column's name (`Entry` refuses those that are listed).
+    figure_columns = {*heading.split(","), "floor"} - {"dataset", *read_lines(project())[0]}
+    assert figure_columns == set(index.FIGURE_COLUMNS)
     assert len(printed.splitlines()) == len(rows) > 0
 
 
