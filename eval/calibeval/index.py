@@ -24,8 +24,8 @@ from calibeval.validation import is_unicode
 Scalar = bool | int | float | str | None
 
 
-# Columns of table.csv (`report.tidy`) with a row's figures. A key of a line has a column of its own
-# there, and so another name.
+# Columns of table.csv with a row's figures. A key of a line has a column of its own there, and so
+# another name. `floor` is none there, but what `report.tidy` calls `floor_95` before it renames it.
 FIGURE_COLUMNS = (
     "seeds",
     "questions",
@@ -323,9 +323,9 @@ def varying_keys(files: list[IndexedFile]) -> tuple[str, ...]:
     """Return the keys that tell rows apart: model, β, and whatever else varies."""
 
     def varies(key: str) -> bool:
-        # That a tuned model's line lacks a key is a value of the key like any other (None). A model
-        # before fine-tuning has no learning rate and the like. That alone does not make such a key
-        # vary, so the line of a model before fine-tuning counts only where it has the key.
+        # Where a tuned model's line lacks the key, that is a value like any other, None. The line
+        # of a model before fine-tuning counts only where it has the key: such a model has no
+        # learning rate, and that alone does not make the learning rate vary.
         counted_files = [file for file in files if key in file.keys or file.was_tuned]
         return len({file.keys.get(key) for file in counted_files}) > 1
 

@@ -53,7 +53,8 @@ def finish(work: Callable[[], int | None], if_stopped: str = "stopped") -> int:
 
     The status is what `work` returns, where None means 0. After `InputError`, or an error of the
     operating system that names a file, one line goes to stderr and the status is 2. After Ctrl-C
-    `if_stopped` goes to stderr and the status is 130. Other exceptions pass through.
+    `if_stopped` goes to stderr and the status is 130. After a broken pipe, such as `| head` leaves,
+    the status is 0. Other exceptions pass through.
     """
     try:
         status = work()

@@ -441,7 +441,7 @@ def pair(reference: TableRow, row: TableRow, data_set: str) -> Pairing:
 
 
 def tidy(results: Results) -> pd.DataFrame:
-    """Return a line a row, data set, confidence and metric: the row's keys, then `FIGURE_COLUMNS`.
+    """Return a line a row, data set, confidence and metric: the row's keys, then figures.
 
     The floor's column is `floor_95` in CSV and JSON of a report; an estimate by itself has `floor`.
     """

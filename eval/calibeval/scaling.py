@@ -61,7 +61,8 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
 
     Raises:
         InputError: records of another model, or read in another way; fewer than 20 to fit on; any
-            temperature fits, all answers are right, or all are wrong and none fits best.
+            temperature fits, all answers are right, or all are wrong and none fits best; `out` is
+            there already.
     """
     validation = Path(validation)
     test = Path(test)

@@ -392,9 +392,9 @@ def fit_prompts(
     As the official script does: k-shot, then k−1, … (hendrycks/test, evaluate.py). A question that
     does not fit even without examples loses tokens on the left, the start token and a chat's first
     turn among them. lm-evaluation-harness does so too, but for each choice by itself, and it keeps
-    up to two tokens more; here all choices keep one context, which the longest leaves room for. A
-    warning counts such questions, and their records say how many tokens. Choices that do not fit
-    by themselves raise `InputError`. `max_length=None` lets everything fit.
+    up to two tokens more; here all choices share one context, cut until the longest choice fits
+    behind it. A warning counts such questions, and their records say how many tokens. Choices that
+    do not fit by themselves raise `InputError`. `max_length=None` lets everything fit.
     """
     task = resolved(task)
     chat_format = chat.of_task(task, tokenizer)

@@ -177,11 +177,12 @@ def linear_cross_entropy(
       parts of it, which is faster. The classifier's rows are cut into blocks of 256 entries, or 128
       in fp32. Where a bound of the 2-norm of a token's probabilities in a block is below
       `filter_eps`, this token's part of the block is computed with probability p = bound /
-      filter_eps. Where it is not, a model of it stands in; where it is, it counts 1/p times, and
-      the model is taken off 1/p − 1 times, so that the gradient is right in the mean. (A block
-      whose bounds, each counted up to `filter_eps`, sum to less than 64 · filter_eps has a lower
-      threshold of its own, which is that sum / 64. It is then computed for about 64 tokens if their
-      bounds are alike, and for fewer if a few bounds make up most of the sum.)
+      filter_eps. Where the part is left out, a model stands in for it; where it is computed, it
+      counts 1/p times, and the model is taken off 1/p − 1 times, so that the gradient is right in
+      the mean. (A block whose bounds, each counted up to `filter_eps`, sum to less than 64 ·
+      filter_eps has a lower threshold of its own, which is that sum / 64. It is then computed for
+      about 64 tokens if their bounds are alike, and for fewer if a few bounds make up most of the
+      sum.)
       "auto" is
 
           2^-8.3 (256000 / V)^¼, or None where no rank has 8192 of the V entries or more.

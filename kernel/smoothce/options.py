@@ -63,8 +63,10 @@ class Options:
           triton.grad_in_forward    `SmoothingRows`, `weigh_kernel`
           triton.filter_kernels     `tile_gradients`, `share_item`, `filtered_hidden_kernel`
 
-    - Where it changes the logits, as `softcap` and `logit_scale` do. Some of the functions below
-      ask whether there is a softcap, because logits are then no longer linear in the hidden states:
+    - Where it changes the logits, as `softcap` and `logit_scale` do. A new number is handed to
+      `base2_logits` and `slope` through every kernel that has `softcap` among its parameters, and
+      through its launch. Some of the functions below ask whether there is a softcap, because logits
+      are then no longer linear in the hidden states:
 
           reference                 `logits`
           chunked                   `_logits`, `_chunk`, `_add_products`, `_Walk`

@@ -40,8 +40,8 @@ class Shard(NamedTuple):
         """This rank's part of a vector (V,) over the whole vocabulary.
 
         A vector that is as long as this rank has rows is taken for the part itself. Raises
-        ValueError for any other length: on every rank, since V is the same for all, unless the
-        length is just that of another rank's part."""
+        ValueError for any other length. All ranks raise alike, but for one length: a vector as long
+        as another rank's part raises here and passes there."""
         if vector is None or vector.shape == (rows,):
             return vector
         if vector.shape != (self.entries,):

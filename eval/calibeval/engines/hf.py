@@ -271,7 +271,7 @@ class TransformersEngine:
         """The keys and values of what all of a group's contexts begin with."""
         if len(group) == 1:
             return Prefix()
-        # A job's last token stays out of the prefix: its logits are what the job asks for.
+        # A context's last token stays out of the prefix: every job asks for the logits after it.
         shortest = min(len(job.context) for job in group)
         length = min(common_prefix([job.context for job in group]), shortest - 1)
         if not length:

@@ -405,7 +405,8 @@ class GradientMaker:
     def add_from_probabilities(self, part: Part, token_coefficients: Coefficients) -> None:
         """Without a softcap: both products take the probabilities themselves."""
         self.repair(part)
-        # dE comes first, since `weigh` takes the labels out of the p̃ that its product reads.
+        # dE comes first: its product takes p̃ as it is, and `weigh` changes the labels' p̃ in the
+        # workspace for dC.
         if self.sums.hidden is not None:
             self.write_hidden(part, token_coefficients, self.sums.hidden[part.where])
         if self.sums.weight is None and self.sums.bias is None:
@@ -471,7 +472,8 @@ class GradientMaker:
 
     def weigh(self, part: Part, token_coefficients: Coefficients) -> tuple[Tensor, Tensor]:
         """The factors of dC's product, w_i scale E_i in (LEAD + n, D), and of the bias's, w_i in
-        (LEAD + n,); their first rows are 0. Takes from the labels' p̃ what the labels are."""
+        (LEAD + n,); their first rows are 0. Changes the workspace as well: each label's p̃ becomes
+        what dC takes of it (`weigh_kernel`), so that dE must have been made before."""
         n = part.n
         inputs = part.call.inputs
         tokens = part.tokens

@@ -67,10 +67,10 @@ SUPER_BLOCK_TOKENS = 8192
 # With CHUNK_BYTES and all else that it holds a step comes to the 118 MB of kernel/README.md.
 #
 # CHUNK_SHARE is for smaller calls. There a step that wants both gradients is to hold at most a
-# tenth more than the gradients' own bytes. The chunk memory gets that tenth less the share of
-# `PackedTokens` and `Coefficients`. They have seven 4-byte numbers a token, 28 N bytes, beside
-# gradients of 16 bits, which have 2 D (V + N) bytes. So their share is 28 N / (2 D (V + N)), which
-# is at most 7 / D where N ≤ V. It is taken for D = 2000; larger ones need less.
+# tenth more than the gradients' own bytes. It is that tenth, less 7 / D for what `PackedTokens` and
+# `Coefficients` hold, with D = 2000 (larger ones need less). They hold seven 4-byte numbers a
+# token, 28 N bytes, beside gradients of 16 bits, of 2 D (V + N) bytes: a share of
+# 28 N / (2 D (V + N)), which is at most 7 / D where N ≤ V.
 #
 # In still smaller calls it is more than a tenth: the chunk memory has CHUNK_LEAST_BYTES in any
 # case, for fewer entries at a time leave the products too small.

@@ -55,11 +55,11 @@ class Tiles:
             "WIDTH": self.width,
             "DEPTH": self.depth,
             "TMA": self.tma,
-            # Whether kernels loop over tiles with `tl.range(…, flatten=True)`, which was measured
-            # with the TMA. The Triton of a GPU without the TMA may be too old for `flatten`. So
-            # kernels take `range` there. Triton compiles that call and does not run it, and ignores
-            # an argument that `range` does not know. The interpreter does not ignore it, and gets
-            # `tl.range`.
+            # Kernels loop over tiles with `(tl.range if FLATTEN else range)(…, flatten=True)`. With
+            # the TMA that is `tl.range`; there `flatten` was measured. Elsewhere it is `range`,
+            # since the Triton of such a GPU may be too old for `flatten`: Triton compiles the call
+            # and drops a keyword that `range` does not know. Python itself would refuse it, so the
+            # interpreter gets `tl.range`.
             "FLATTEN": self.tma or INTERPRETED,
             "PRECISION": self.precision,
             "num_warps": self.warps,
