@@ -69,11 +69,11 @@ def same_prompts(
 ) -> None:
     """Raise `InputError` where the questions of two evaluations were asked in other words.
 
-    A difference would be the prompts' as well. Compared are letters or texts, the chat template
-    and the number of examples; with `wording` also the prompts' very words, and how many of them
-    were cut to fit the model. Where one of the two has no digests of its prompts, its wording
-    is taken to be alike; so is its chat template where it is the import of a program that does not
-    tell of chats.
+    A difference would be the prompts' as well. Compared are letters or texts, the chat template and
+    the number of examples that were wanted; with `wording` also the prompts' very words, and how
+    many of them were cut to fit the model. Where one of the two has no digests of its prompts, its
+    wording is taken to be alike; so is its chat template where it is the import of a program that
+    does not tell of chats.
     """
     conditions_of_b = _conditions(b, wording)
     for name, first in _conditions(a, wording).items():

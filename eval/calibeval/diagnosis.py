@@ -94,8 +94,8 @@ class Check:
         letter_masses: The letters' mean probability among all tokens, before and after; None of
             texts, and where the records do not say.
         temperatures: Those of the two halves of the questions, which should be alike.
-        cooled_ece: Expected calibration error of the tuned model at these temperatures, which
-            "cooled" means whether they are above 1 or below.
+        cooled_ece: Expected calibration error of the tuned model at these temperatures. ("Cooled"
+            is said of any temperature, above 1 or below.)
         cooled_floor: The value that calibrated models stay below at these temperatures.
         change_by_temperature: The change of the squared calibration error by these temperatures;
             below 0 they help. Its interval takes the two temperatures as given. These four are

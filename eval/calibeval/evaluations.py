@@ -103,7 +103,7 @@ class Evaluation:
     confidences: tuple[ConfidenceDefinition, ...]  # the definitions of it that the records allow
     # {definition of confidence: {curve: its points}}, as the function `reliability` returns it.
     reliability: dict[ConfidenceDefinition, dict[str, list]]
-    # {definition of confidence: {metric: …}} from here on.
+    # {definition of confidence: {metric: …}}, here and in the four below.
     values: dict[ConfidenceDefinition, dict[str, float | None]]
     floor_tests: dict[ConfidenceDefinition, dict[str, FloorTest]]  # of metrics that have a floor
     # Of metrics that have an interval: (R,) of R resamples.

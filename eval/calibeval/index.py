@@ -24,8 +24,8 @@ from calibeval.validation import is_unicode
 Scalar = bool | int | float | str | None
 
 
-# Columns of table.csv with a row's figures. A key of a line has a column of its own there, and so
-# another name. `floor` is none there, but what `report.tidy` calls `floor_95` before it renames it.
+# The columns of table.csv that `report.tidy` fills with figures. No key of an index may have such a
+# name, since each key becomes a column too. `floor` is what `tidy` calls `floor_95` at first.
 FIGURE_COLUMNS = (
     "seeds",
     "questions",

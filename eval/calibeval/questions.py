@@ -61,7 +61,7 @@ class Subject:
     examples: tuple[Question, ...]
     questions: tuple[Question, ...]
     headers: Headers
-    strips_in_chat: bool = False  # whether white space around questions goes in chats
+    strips_in_chat: bool = False  # whether white space around questions is taken off in chats
 
 
 class QuestionRow(BaseModel, strict=True):

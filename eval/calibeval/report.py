@@ -403,16 +403,18 @@ class Pairing:
 
 
 def pair(reference: TableRow, row: TableRow, data_set: str) -> Pairing:
-    """Return the evaluations of both rows: in pairs of common seeds, else all of them.
+    """Return the evaluations of both rows that are compared, and whether they are in pairs.
 
     `reference` is the row of β = 0 (`Results.reference`). `row` is one that is compared with it,
-    which may be the model before fine-tuning.
+    which may be the model before fine-tuning. There are three cases:
 
-    Pairs need two seeds in common: a single pair would leave out the other seeds, and with them
-    what seeds differ by. Nor is a model before fine-tuning paired by seed: it has none, and one
-    that an index gives it is no training's. Where all evaluations of both rows are taken, they are
-    compared without pairs, as three seeds with one. But where each row has just one, these two are
-    a pair, whatever their seeds.
+    - Both were tuned and have two seeds or more in common: those, in pairs by seed.
+    - Each row has one evaluation: these two are a pair, whatever their seeds.
+    - Else all evaluations of both, without pairs, as three seeds with one.
+
+    A single common seed makes no pair: that would leave out the other seeds, and with them what
+    seeds differ by. A model before fine-tuning has no seed, and one that an index gives it is no
+    training's.
     """
     reference_by_seed = reference.evaluations.get(data_set, {})
     row_by_seed = row.evaluations.get(data_set, {})

@@ -13,7 +13,7 @@ tasks, add it to `Task`, from which the command line and the sidecars have it, a
 of `calibeval.store` how two of its values are compared where scoring goes on. A list is typed with
 commas, which `request_from` in `calibeval.__main__` must split, as it does `subjects`.
 
-The names of `calibeval.validation` are importable from here as well.
+What users of this module take of `calibeval.validation` is importable from here as well.
 """
 
 from collections import Counter

@@ -51,9 +51,9 @@ def nll(answers: Records, tau: float, used: np.ndarray | slice = slice(None)) ->
 def temperature(validation: str | Path, test: str | Path, out: str | Path) -> dict[str, Any]:
     """Fit a temperature to the records `validation`; write those of `test` with it as `out`.
 
-    Questions of `test` that `validation` holds as well, by prompt or by id and right answer, are
-    not fitted on. What comes out has no reading among all tokens: that would take the logits of
-    them all.
+    Questions of `test` that `validation` holds as well are not fitted on: by prompt, or by id and
+    right answer where nearly all common ids have the same right answer. What comes out has no
+    reading among all tokens: that would take the logits of them all.
 
     Returns:
         How the fit went: `temperature`, `nll` before and after in nats, how many `answers` it was

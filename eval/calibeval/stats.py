@@ -165,11 +165,11 @@ class Side(NamedTuple):
     values: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); not finite in resamples of which the metric is not defined
     cluster_count: int | None = None  # of those resampled as a whole; None: single questions
-    # (S, M, U): M metrics of each of U units by itself, which tell in which units two sides differ;
-    # None where the units are too many to keep. A unit is what is resampled, a question or a
-    # subject. Of a side of a mean, such as accuracy, M is 1: the metric itself. Of another metric,
-    # such as AUROC, which a single question does not have, they are all metrics with an interval.
-    # Two sides differ in a unit where any of its M values does; `sign_test_p` counts these units.
+    # (S, M, U), of each of U units alone; None where they are too many to keep. A unit is what is
+    # resampled, a question or a subject. Of a mean, such as accuracy, M is 1: the metric of this
+    # unit. Of another metric, such as AUROC, which a single question does not have, it is all M
+    # metrics with an interval instead. Two sides differ in a unit where any of its M values does;
+    # `sign_test_p` counts these units.
     unit_values: np.ndarray | None = None
     is_mean: bool = False  # whether the metric is a mean over the questions
 

@@ -136,9 +136,8 @@ class Store:
         earlier = self.settings.get(ENGINE_SETTINGS) or {}
         # An earlier version of the engine may not have written all of them.
         decisive = {name: engine_settings[name] for name in decisive_names if name in earlier}
-        # Both are an engine's own settings, where `dtype` is what was loaded. They have no engine's
-        # settings within them, so that by the table at the head of this module any other value is
-        # refused, of `dtype` too.
+        # Another dtype is refused here, although the table at the head of this module has a rule
+        # for it. That rule looks for the key ENGINE_SETTINGS, and `earlier` are these settings.
         _refuse_other_settings(earlier, decisive, self.part)
         if earlier and earlier != engine_settings:
             self.settings[EARLIER_ENGINES] = [*self.settings.get(EARLIER_ENGINES, []), earlier]

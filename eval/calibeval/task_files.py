@@ -302,8 +302,8 @@ class TaskFile(_TemplatesInside):
     """The split that is asked."""
     other_split: str | None = None
     """One to choose and to fit on. `check` names it for a temperature, and a sweep that selects on
-    this task must ask it. It may be `examples.split` only where that has many more rows than there
-    are examples, since these are not asked."""
+    this task must ask it. It may be `examples.split`, as boolq's is, only where that has many more
+    rows than a prompt has examples: rows that are shown as examples are not asked."""
     row: RowTemplates = RowTemplates()
     examples: ExamplesRule = ExamplesRule()
     topic: Jinja = Template("{{ subject | replace('_', ' ') }}")

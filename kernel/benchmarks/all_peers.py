@@ -1,4 +1,4 @@
-"""One table of every fused linear cross-entropy there is, measured in one run on one GPU:
+"""A table for each shape of the fused linear cross-entropies of `peers.py` and our own, in one run:
 
     python kernel/benchmarks/all_peers.py --out peers.jsonl
     python kernel/benchmarks/all_peers.py --out peers.jsonl --shapes llama3-8b --methods ours quack

@@ -3,10 +3,11 @@
     git worktree add ../before 3073665
     python kernel/benchmarks/compare.py --before ../before --after .
 
-A process measures one checkout and ends; then one measures the other, and so on in turn, so that
-what slows a GPU for a while slows both alike. Both are called as `smoothce.linear_cross_entropy`,
-on the same inputs and by the same script, `compare_worker.py` beside this one, which says what a
-sample is. Times are in products: the unit is one E Cᵀ by cuBLAS, timed around every sample.
+A process measures one checkout and ends; then another measures the other, and so on, in turns whose
+order changes each round, so that what slows a GPU for a while slows both alike. Both are called as
+`smoothce.linear_cross_entropy`, on the same inputs and by the same script, `compare_worker.py`
+beside this one, which says what a sample is. Times are in products: the unit is one E Cᵀ by cuBLAS,
+timed around every sample.
 
 The table has the median over the rounds, and in brackets the least and the most of them. The same
 folder given twice shows how much of a difference means nothing.

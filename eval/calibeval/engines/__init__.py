@@ -186,6 +186,11 @@ def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
 #     letters   context + longest letter − 1 ≤ P − 1
 #     texts     context + longest text       ≤ P − 1
 #
+# For example, P is 2048. Behind a context of 2047 tokens a letter of one token fits: 2047 tokens
+# are read, and vLLM is told 2048. Behind a context of 2040 a text of 7 fits (2040 + 7): 2046 are
+# read, and vLLM is told 2047. A text of 8 does not fit there, though only 2047 tokens would be
+# read.
+#
 # P − 1 is `prompt_limit`. What is added to the context's length here is the way of scoring's to say
 # (`prompts.ScoringMode.length_after_context`). What vLLM is told to have positions for, the tokens
 # that are read and the one that is sampled, is `max_model_length`: P at most, of texts P − 1.

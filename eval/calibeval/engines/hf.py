@@ -90,7 +90,6 @@ class TransformersEngine:
         # accelerate puts autocast around the forward for training, and keeps the one without it
         # here. Scores are computed in the weights' own precision, so without autocast.
         self.forward = getattr(self.model, "_original_forward", self.model)
-        self.model.eval()
         self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         self.device = next(self.model.parameters()).device
         self.batch_size = batch_size
@@ -99,6 +98,8 @@ class TransformersEngine:
         self.cache_bytes_per_token = cache_bytes_per_token(self.model)
         # What `_tree_is_read_right` has come to; None while that has not been tried.
         self.reads_trees: bool | None = None
+        # Last, so that a model that raises above keeps its mode: `close` does not come to it then.
+        self.model.eval()
 
     def close(self) -> None:
         """Leave a loaded model as it was."""

@@ -12,7 +12,8 @@ tile shapes (`tiles`).
 
 E are the hidden states, C is the classifier, dE and dC are their gradients, here and in every
 docstring of this package. `tokens.Coefficients` defines S (`dproduct` in code) and the coefficients
-a and b, `tokens` û and κ, `grad_in_forward` p̃ and ê, and `filtered` R, m, W and H. Pieces of the N
+a and b, `tokens` û and κ, `grad_in_forward` p̃ and ê, `filter_plan` P and ε_j, and `filtered` R, m,
+W and H. Pieces of the N
 tokens and V entries are
 
     tile         tokens by entries that a program works on at a time; a token tile is its tokens

@@ -267,8 +267,8 @@ def finish_hidden_kernel(
 
 def write_hidden_from_dproduct(
     tokens: PackedTokens,
-    sums: Tensor,  # (n or more, D) fp32 Σ_v S_iv C_v
-    out: Tensor,  # (n, D), written
+    sums: Tensor,  # (valid tokens or more, D) fp32 Σ_v S_iv C_v; rows behind them are not read
+    out: Tensor,  # (n, D) of all these tokens, masked ones too, written
 ) -> None:
     """Write dE of these tokens in the caller's order."""
     d = out.shape[1]
@@ -286,9 +286,9 @@ def write_hidden_from_probabilities(
     call: LossCall,
     tokens: PackedTokens,
     coefficients: Coefficients,
-    sums: Tensor,  # (n or more, D) fp32 Σ_v p̃_iv C_v
+    sums: Tensor,  # (valid tokens or more, D) fp32 Σ_v p̃_iv C_v; rows behind them are not read
     mean_weight: Tensor | None,  # (D,) fp32 β Σ_v u_v C_v; None without smoothing
-    out: Tensor,  # (n, D), written
+    out: Tensor,  # (n, D) of all these tokens, masked ones too, written
 ) -> None:
     """Write dE of these tokens in the caller's order."""
     inputs = call.inputs

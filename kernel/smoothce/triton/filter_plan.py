@@ -5,13 +5,14 @@
 run on the device alone. (`plan` says which calls are filtered at all.) kernel/DERIVATION.md, "The
 filter", has the mathematics.
 
-A pair is kept when it holds the label, or when norm_ij = √(P_ij · max_v p_iv), which bounds the
-2-norm of the pair's probabilities, reaches the block's threshold ε_j. Any other pair is drawn with
-probability norm_ij / ε_j, so that gradients stay unbiased. ε_j is the call's threshold ε
-(`LossCall.eps`), unless the block's norms, each counted up to ε, sum to less than DRAWN · ε. Then
-it is lower: that sum / DRAWN. Where the norms are alike, about DRAWN pairs are listed by it. Where
-a few large norms make up most of the sum, those few are listed, and fewer than DRAWN in all.
-Kept and drawn pairs are *listed*: each block has a list of its tokens.
+Let P_ij = Σ_{v∈j} p_iv be the pair's mass. A pair is kept when it holds the label, or when norm_ij
+= √(P_ij · max_{v∈j} p_iv), which bounds the 2-norm of the pair's probabilities, reaches the block's
+threshold ε_j. Any other pair is drawn with probability norm_ij / ε_j, so that gradients stay
+unbiased. ε_j is the call's threshold ε (`LossCall.eps`), unless the block's norms, each counted up
+to ε, sum to less than DRAWN · ε. Then it is lower: that sum / DRAWN. Where the norms are alike,
+about DRAWN pairs are listed by it. Where a few large norms make up most of the sum, those few are
+listed, and fewer than DRAWN in all. Kept and drawn pairs are *listed*: each block has a list of its
+tokens.
 
 Every pair has a coefficient m_ij for the low-rank model, which stands in for what is not
 recomputed. Its sign says what became of the pair, since P > 0 and w > 1:
@@ -162,15 +163,18 @@ def plan_kernel(
     for start in range(0, padded, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < padded
-        # Both are of exponentials that the softmax has not yet divided: log2 of the pair's P is
-        # log2_mass − relative_lse_base2, that of its largest p log2_max − relative_lse_base2.
-        log2_mass = tl.load(pair_lse + row_start + token, mask=inside, other=0.0).to(tl.float32)
-        log2_max = tl.load(pair_max + row_start + token, mask=inside, other=0.0).to(tl.float32)
+        # Both are of exponentials that the softmax has not yet divided: the pair's P is
+        # 2^(pair_lse_base2 − relative_lse_base2), its largest p is
+        # 2^(pair_max_base2 − relative_lse_base2).
+        pair = row_start + token
+        pair_lse_base2 = tl.load(pair_lse + pair, mask=inside, other=0.0).to(tl.float32)
+        pair_max_base2 = tl.load(pair_max + pair, mask=inside, other=0.0).to(tl.float32)
         relative_lse_base2 = tl.load(lses_base2 + token, mask=inside, other=0.0)
         label_logit_base2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
         relative_lse_base2 -= reference_logit_base2(label_logit_base2)
         # A pair whose norm is larger than ε is kept, once. Without the cap it would count for many.
-        norm = tl.minimum(tl.exp2(0.5 * (log2_max + log2_mass) - relative_lse_base2), eps)
+        log2_norm = 0.5 * (pair_max_base2 + pair_lse_base2) - relative_lse_base2
+        norm = tl.minimum(tl.exp2(log2_norm), eps)
         sum_of_norms += tl.sum(tl.where(token < n_valid, norm, 0.0), 0)
     block_log2_eps = tl.minimum(log2_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
 
@@ -178,8 +182,9 @@ def plan_kernel(
     for start in range(0, padded, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < padded
-        log2_mass = tl.load(pair_lse + row_start + token, mask=inside, other=0.0).to(tl.float32)
-        log2_max = tl.load(pair_max + row_start + token, mask=inside, other=0.0).to(tl.float32)
+        pair = row_start + token
+        pair_lse_base2 = tl.load(pair_lse + pair, mask=inside, other=0.0).to(tl.float32)
+        pair_max_base2 = tl.load(pair_max + pair, mask=inside, other=0.0).to(tl.float32)
         label = tl.load(labels + token, mask=inside, other=-1)
         token_lse_base2 = tl.load(lses_base2 + token, mask=inside, other=0.0)
         # The bits of the token's log-sum-exp are the seed of its draws. They change from step to
@@ -188,13 +193,13 @@ def plan_kernel(
         label_logit_base2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
         relative_lse_base2 = token_lse_base2 - reference_logit_base2(label_logit_base2)
         # Σ p² over the block ≤ largest p · mass = norm², so what is dropped has a 2-norm below ε_j.
-        log2_norm = 0.5 * (log2_max + log2_mass) - relative_lse_base2
+        log2_norm = 0.5 * (pair_max_base2 + pair_lse_base2) - relative_lse_base2
         is_token = token < n_valid
         reaches_eps = log2_norm >= block_log2_eps
         holds_label = (label >= 0) & (label // WIDTH == block)
         kept = is_token & (reaches_eps | holds_label)
         # A dropped pair never reads as kept, however small its mass.
-        mass = tl.maximum(tl.exp2(log2_mass - relative_lse_base2), 1e-30)
+        mass = tl.maximum(tl.exp2(pair_lse_base2 - relative_lse_base2), 1e-30)
         # 1 / w = norm / ε_j, so that the softmax that is added in the mean is the true one.
         drawn = draw(seed, token, block) < tl.exp2(log2_norm - block_log2_eps)
         # (1 − w) P, which is negative, or P
@@ -207,9 +212,7 @@ def plan_kernel(
         # place of pair statistics that were read above, or before. The barrier (a __syncthreads)
         # makes sure that every thread of the program has read them.
         tl.debug_barrier()
-        tl.store(
-            pair_coefficients + row_start + token, pair_coefficient.to(tl.bfloat16), mask=inside
-        )
+        tl.store(pair_coefficients + pair, pair_coefficient.to(tl.bfloat16), mask=inside)
         tl.store(listed_tokens + row_start + place, token.to(tl.int16), mask=is_listed)
         n_listed += tl.sum(flag, 0)
     tl.store(listed + block, n_listed)
@@ -408,6 +411,9 @@ def schedule(
         ROWS=tiles.pair_rows,
         BLOCK=1024,
     )
+    # A block's own tiles are within its reach, and the reach is within the ring (`items_kernel`).
+    assert ring >= most_tiles, f"a ring of {ring} tiles, and a block of {most_tiles}, may lock up"
+    reach = max(ring // 2, most_tiles)
     items_kernel[(blocks,)](
         first_tile=first_tile,
         tile_end=tile_end,
@@ -416,7 +422,7 @@ def schedule(
         items=items,
         tile_owner=tile_owner,
         blocks=blocks,
-        reach=max(ring // 2, most_tiles),
+        reach=reach,
         STEPS=blocks.bit_length() + 1,
         BLOCK=32,
         num_warps=1,

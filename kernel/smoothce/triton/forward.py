@@ -171,9 +171,9 @@ def forward_kernel(
         # what is kept of the tile itself
         if pair_lse is not None:  # a super-block's tokens and blocks are far fewer than 2^31
             pair_lse_base2 = tl.clamp(block_lse_base2, -FP16_RANGE, FP16_RANGE)
-            pair_largest_base2 = tl.clamp(tile_largest - reference, -FP16_RANGE, FP16_RANGE)
+            pair_max_base2 = tl.clamp(tile_largest - reference, -FP16_RANGE, FP16_RANGE)
             tl.store(pair_lse + block * padded + rows, pair_lse_base2.to(tl.float16))
-            tl.store(pair_max + block * padded + rows, pair_largest_base2.to(tl.float16))
+            tl.store(pair_max + block * padded + rows, pair_max_base2.to(tl.float16))
         if probabilities is not None:
             pointers = probabilities + entry + rows.to(tl.int64)[:, None] * stride
             pointers += tl.arange(0, WIDTH)[None, :]

@@ -55,13 +55,13 @@ from smoothce.vocab_parallel import all_reduce_gradient
 SUPER_BLOCK_TOKENS = 8192
 
 # The chunk memory, for a chunk's S, is this module's own: what the option `workspace` limits is the
-# memory of `grad_in_forward`. With `gradients` for the bytes that dE and dC have together, whether
-# both are wanted or only one of them,
+# memory of `grad_in_forward`. Let n be the super-block's valid tokens, and `gradients` the bytes of
+# dC and of dE of these n, whether both are wanted or only one of them:
 #
 #     chunk memory + (bytes of dE's sum in fp32 − bytes of dE)
 #         ≤  min(CHUNK_BYTES, CHUNK_SHARE · gradients)
 #
-# The difference is 2 n D bytes for n tokens of 16-bit inputs, and 0 for fp32 ones. It counts where
+# The difference is 2 n D bytes for 16-bit inputs, and 0 for fp32 ones. It counts where
 # dE is wanted (`entries_of_chunk_memory`).
 #
 # With CHUNK_BYTES and all else that it holds a step comes to the 118 MB of kernel/README.md.
@@ -69,8 +69,8 @@ SUPER_BLOCK_TOKENS = 8192
 # CHUNK_SHARE is for smaller calls. There a step that wants both gradients is to hold at most a
 # tenth more than the gradients' own bytes. It is that tenth, less 7 / D for what `PackedTokens` and
 # `Coefficients` hold, with D = 2000 (larger ones need less). They hold seven 4-byte numbers a
-# token, 28 N bytes, beside gradients of 16 bits, of 2 D (V + N) bytes: a share of
-# 28 N / (2 D (V + N)), which is at most 7 / D where N ≤ V.
+# token, 28 n bytes, beside gradients of 16 bits, of 2 D (V + n) bytes: a share of
+# 28 n / (2 D (V + n)), which is at most 7 / D where n ≤ V.
 #
 # In still smaller calls it is more than a tenth: the chunk memory has CHUNK_LEAST_BYTES in any
 # case, for fewer entries at a time leave the products too small.
