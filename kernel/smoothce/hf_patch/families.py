@@ -251,7 +251,8 @@ def table(verdicts: list[Verdict], classes: str) -> str:
     lines = [
         "# Which causal language models `patch_model` accepts",
         "",
-        f"{classes} of transformers {transformers.__version__}, tiny and with random weights: "
+        f"{classes} of transformers {transformers.__version__}, tiny and with random weights, on a "
+        f"CPU with torch {torch.__version__}: "
         f"{_count(accepted)} accepted, {len(wrong)} of them wrongly; {_count(refused)} refused; "
         f"and {len(not_built)} could not be built here, which says nothing about them. Made by "
         "`python -m smoothce.hf_patch.families > kernel/FAMILIES.md`.",
