@@ -12,7 +12,7 @@ question or, where clusters are resampled, a cluster. To add a cluster key, such
   `questions.Question`, `questions.QuestionRow` and `task_files.RowTemplates`; `scoring._ids_digest`
   digests it. Importers (`calibeval.imports`) write it where a log tells it.
 - Evaluations: the key's name in `Cluster`, what `_cluster_numbers` makes of it, how many clusters
-  there are (`Evaluation.cluster_count`) and a digest of each question's one, beside
+  there are (`Evaluation.cluster_count`) and one digest of all questions' clusters, beside
   `subjects_sha256`, which `comparable.same_questions` compares. mypy names the functions of this
   module that do not know a name of `Cluster`.
 - Words: `stats.coverage_of`, `report._resampled`, the choices of `__main__.add_cluster`, and the
@@ -199,9 +199,9 @@ def _read_kept(kept: Path, key: list[str | None], path: Path) -> Evaluation | No
 def _to_json(evaluation: Evaluation) -> dict[str, Any]:
     """An evaluation as JSON has it, without its path."""
     content = {name: value for name, value in vars(evaluation).items() if name != "path"}
-    content["draws"] = _of_each_metric(np.ndarray.tolist, evaluation.draws)
-    content["squares"] = _of_each_metric(_square_to_json, evaluation.squares)
-    content["unit_values"] = _of_each_metric(np.ndarray.tolist, evaluation.unit_values)
+    content["draws"] = _converted(np.ndarray.tolist, evaluation.draws)
+    content["squares"] = _converted(_square_to_json, evaluation.squares)
+    content["unit_values"] = _converted(np.ndarray.tolist, evaluation.unit_values)
     return content
 
 
@@ -225,15 +225,15 @@ def _from_json(content: dict[str, Any], path: Path) -> Evaluation:
     """The evaluation that `_to_json` wrote."""
     converted = {
         "confidences": tuple(content["confidences"]),
-        "floor_tests": _of_each_metric(lambda test: FloorTest(*test), content["floor_tests"]),
-        "draws": _of_each_metric(np.array, content["draws"]),
-        "squares": _of_each_metric(_square_from_json, content["squares"]),
-        "unit_values": _of_each_metric(np.array, content["unit_values"]),
+        "floor_tests": _converted(lambda test: FloorTest(*test), content["floor_tests"]),
+        "draws": _converted(np.array, content["draws"]),
+        "squares": _converted(_square_from_json, content["squares"]),
+        "unit_values": _converted(np.array, content["unit_values"]),
     }
     return Evaluation(path, **{**content, **converted})
 
 
-def _of_each_metric(
+def _converted(
     convert: Callable[[Any], T], by_confidence: Mapping[ConfidenceDefinition, Mapping[str, Any]]
 ) -> dict[ConfidenceDefinition, dict[str, T]]:
     """Values by confidence and then by metric, each converted."""
@@ -297,8 +297,10 @@ def measure(
     curves: dict[ConfidenceDefinition, dict[str, list]] = {}
     tests: dict[ConfidenceDefinition, dict[str, FloorTest]] = {}
     if metrics is None:
-        curves = _of_each(lambda sample: reliability(sample, clusters), observed)
-        tests = _of_each(lambda sample: floor_tests(sample, tuple(WITH_FLOOR)), observed)
+        curves = _for_each_confidence(lambda sample: reliability(sample, clusters), observed)
+        tests = _for_each_confidence(
+            lambda sample: floor_tests(sample, tuple(WITH_FLOOR)), observed
+        )
     ids_and_labels = [*zip(records.ids, records.labels.tolist(), strict=True)]
     prompts_sha256 = None
     if None not in records.prompts:
@@ -315,11 +317,11 @@ def measure(
         letter_mass=finite(records.letter_mass.mean()),
         confidences=tuple(observed),
         reliability=curves,
-        values=_of_each(partial(observed_values, metrics=metrics), observed),
+        values=_for_each_confidence(partial(observed_values, metrics=metrics), observed),
         floor_tests=tests,
         draws=draws,
         squares=squares,
-        unit_values=_of_each(lambda sample: unit_values(sample, clusters), observed),
+        unit_values=_for_each_confidence(lambda sample: unit_values(sample, clusters), observed),
         subjects=len(set(records.subjects)),
         cluster=cluster,
         chat_template=records.chat_template,
@@ -348,7 +350,7 @@ def _cluster_numbers(records: Records, cluster: Cluster) -> np.ndarray:
     return subject_of
 
 
-def _of_each(
+def _for_each_confidence(
     work: Callable[[Sample], T], samples: Mapping[ConfidenceDefinition, Sample]
 ) -> dict[ConfidenceDefinition, T]:
     """What `work` makes of each sample; side by side where the questions are many."""
@@ -432,7 +434,7 @@ def resampled_metrics(
     (questions,) = {len(sample.scores.labels) for sample in observed.values()}
     for counts in measures.resamples(questions, RESAMPLES, clusters):
         resample = partial(_resampled_chunk, counts, with_interval)
-        for among, chunk in _of_each(resample, observed).items():
+        for among, chunk in _for_each_confidence(resample, observed).items():
             chunks[among].append(chunk)
     draws: dict[ConfidenceDefinition, dict[str, np.ndarray]] = {}
     squares: dict[ConfidenceDefinition, dict[str, SquareDraws]] = {}

@@ -25,7 +25,8 @@ Scalar = bool | int | float | str | None
 
 
 # The columns of table.csv that `report.tidy` fills with figures. No key of an index may have such a
-# name, since each key becomes a column too. `floor` is what `tidy` calls `floor_95` at first.
+# name, since each key becomes a column too. (`tidy` has a column `floor`, which it renames to
+# `floor_95` at its end, so that neither name is free.)
 FIGURE_COLUMNS = (
     "seeds",
     "questions",
@@ -99,7 +100,8 @@ class IndexedFile:
 # questions, and which of the repetitions of one setting.
 NO_ROW_KEYS = ("records", "dataset", "seed", "run")
 OTHER_DATASET = "if it is meant, another 'dataset' in the index keeps them apart"
-# Rows that agree in these keys are compared with each other and stand together.
+# Rows that agree in these keys stand together. `Results.reference` says which are compared: mostly
+# such rows.
 BLOCK_KEYS = ("train_data", "model")
 FIRST_KEYS = (*BLOCK_KEYS, "label_smoothing")
 HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
@@ -128,7 +130,7 @@ class TableRow:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """What rows that are compared with each other have in common: training data and model."""
+        """The training data and model under whose heading the row stands."""
         return tuple(self.text(key) for key in BLOCK_KEYS if key in self.shown)
 
     def text(self, key: str) -> str:

@@ -137,7 +137,8 @@ class Store:
         # An earlier version of the engine may not have written all of them.
         decisive = {name: engine_settings[name] for name in decisive_names if name in earlier}
         # Another dtype is refused here, although the table at the head of this module has a rule
-        # for it. That rule looks for the key ENGINE_SETTINGS, and `earlier` are these settings.
+        # for it. That rule looks for the key ENGINE_SETTINGS in `earlier`, which here are these
+        # settings themselves: it finds none, and refuses.
         _refuse_other_settings(earlier, decisive, self.part)
         if earlier and earlier != engine_settings:
             self.settings[EARLIER_ENGINES] = [*self.settings.get(EARLIER_ENGINES, []), earlier]

@@ -146,6 +146,14 @@ class _Reader:
         source = self.task_file.data
         if task.split and Path(task.data).is_file():
             raise InputError(f"{task.data}: is one file, so --split {task.split} chooses nothing")
+        names_its_split = "split" in source.files.variables
+        if task.split and task.split != self.task_file.split and not names_its_split:
+            file_name = self._file_name(task.split)
+            if any(Path(task.data).glob(file_name)):  # else it may be a copy of the hub's
+                raise InputError(
+                    f"{task.data}: {task.task} has one file for all splits, {file_name}, so "
+                    f"--split {task.split} chooses nothing"
+                )
         if task.examples and source.has_file_per_subject:
             split = self.task_file.examples.split
             raise InputError(f"--examples {task.examples}: {task.task}'s are its {split} split's")

@@ -203,7 +203,8 @@ def linear_cross_entropy(
     Under `torch.compile` a reduced loss makes its gradients in the forward, whatever `workspace`
     and `filter_eps` are, and the graph holds them until the backward. Three kinds of loss make them
     in the backward instead: one that is not reduced, one in fp16, and one with `return_lse`. There
-    the logits are computed again, also where the classifier is frozen.
+    the logits are computed again, also where the classifier is frozen. With a `process_group` the
+    graph breaks, and the call is as it is outside; `impl="reference"` is traced as it is.
 
     Raises ValueError or TypeError, naming what was given and what was expected. A label outside
     [0, V) raises IndexError on a CPU and is a device-side assertion on CUDA.
@@ -320,7 +321,8 @@ def explain(
 
     The answer is that for a call outside `torch.compile`. Inside it the same implementation is
     taken, but gradients are made in the forward exactly where the loss is reduced, hidden states
-    are not fp16 and `return_lse` is False; otherwise in the backward.
+    are not fp16 and `return_lse` is False; otherwise in the backward. (With a `process_group` the
+    graph breaks, and the call is as it is outside; `impl="reference"` is traced as it is.)
 
     No logits are computed. Tensors that the call would copy first are copied: hidden states and
     classifier under autocast, and what is not contiguous. Raises what `linear_cross_entropy` raises

@@ -95,9 +95,9 @@ class Options:
       token, as `token_weights`, is no option but an argument of each call: it would go through
       `LOSS_ARGUMENTS` of `hf_patch.fused_forward` and all of `HeadForward`, and TRL, which counts
       all tokens alike (`trl_output`), has no place for it.
-    - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`, where a
-      `filter_eps` is too small to drop a block; tests/kernel/test_reference.py, which holds the
-      definition against PyTorch; and, where blocks are dropped,
+    - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`;
+      tests/kernel/test_reference.py, which holds the definition against PyTorch; and, since the
+      `filter_eps` of the first is too small to drop a block,
       `test_unbiased_filter_is_right_in_the_mean` of tests/kernel/triton/test_filter.py.
     """
 

@@ -1,5 +1,6 @@
 """What a model says of each token, without its logits in memory."""
 
+import math
 from numbers import Real
 from typing import TypeGuard
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from smoothce.checks import check_tensors, is_bias_dtype
 from smoothce.dispatch import autocast_dtype
 from smoothce.linear_cross_entropy import linear_cross_entropy
-from smoothce.options import TokenStatistics, accumulation_dtype, is_number
+from smoothce.options import TokenStatistics, accumulation_dtype
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def token_statistics(
     Raises ValueError, TypeError or IndexError as `linear_cross_entropy` does.
     """
     check_tensors(hidden=hidden, weight=weight, bias=bias)
-    if not (is_number(temperature) and temperature > 0):
+    if not (_is_real_number(temperature) and 0 < temperature < math.inf):
         raise ValueError(f"temperature must be a positive number, not {temperature!r}")
     labels_or_zeros = labels
     if labels_or_zeros is None:
@@ -73,8 +74,8 @@ def token_statistics(
 
 
 def _is_real_number(value: object) -> TypeGuard[float]:
-    """Whether it can be divided as a number. The loss asks whether it is finite: `is_number`, which
-    asks too, would break a graph of `torch.compile` in which the number is a symbol."""
+    """Whether it can be divided as a number. It does not ask whether it is finite, as `is_number`
+    does: that would break a graph of `torch.compile` in which the number is a symbol."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

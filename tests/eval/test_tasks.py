@@ -645,3 +645,12 @@ def test_a_file_has_no_split_to_choose(tmp_path):
     path = write_lines(tmp_path / "h.jsonl", [{"ctx": "c", "endings": ["a", "b"], "label": 0}])
     with pytest.raises(InputError, match="is one file, so --split val chooses nothing"):
         load("hellaswag", path, split="val")
+
+
+def test_a_folder_whose_file_has_no_split_in_its_name_has_none_to_choose(tmp_path):
+    """Each split had the same questions, without a word."""
+    columns = "Question,Best Answer,Correct Answers,Incorrect Answers"
+    (tmp_path / "TruthfulQA.csv").write_text(f"{columns}\nWhich?,a,a,b; c\n")
+    with pytest.raises(InputError, match=r"TruthfulQA\.csv, so --split train chooses nothing"):
+        load("truthfulqa_mc1", tmp_path, split="train")
+    assert load("truthfulqa_mc1", tmp_path, split="validation")

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from smoothce import linear_cross_entropy, patch_model
+from smoothce import linear_cross_entropy, patch_model, token_statistics
 from smoothce.compile_operator import OperatorOutputs, OperatorTensors, schema_type
 from smoothce.options import InputTensors, LossOutput, Options
 
@@ -52,6 +52,19 @@ def test_in_one_graph(more, impl):
         torch.testing.assert_close(*(torch.autograd.grad(t, leaves) for t in (found, want)))
         with torch.no_grad():
             torch.testing.assert_close(compiled(x, **options), want.detach())
+
+
+def test_statistics_at_several_temperatures_are_in_one_graph():
+    """The second number is a symbol, of which a graph cannot ask whether it is finite."""
+    _, weight, _, labels = problem()
+    hidden = torch.randn(3, 4, 16)
+
+    def entropy(temperature):
+        return token_statistics(hidden, weight, labels, temperature=temperature).entropy
+
+    compiled = torch.compile(entropy, fullgraph=True, backend="aot_eager")
+    for temperature in (0.7, 0.8, 0.9, 2, 3, 4):
+        torch.testing.assert_close(compiled(temperature), entropy(temperature))
 
 
 def test_fp16_gradients_are_not_rounded_before_the_scalers_factor():

@@ -224,8 +224,8 @@ class TransformersEngine:
     def _tree_is_read_right(self, job: Job) -> bool:
         """Whether the model reads a tree of tokens as it reads each branch alone.
 
-        The first question is asked both ways: many models ignore a mask that
-        they are given beside the tokens, or refuse it.
+        The first question whose choices make a tree is asked both ways: many models ignore a
+        mask that they are given beside the tokens, or refuse it.
         """
         if self.reads_trees is None:
             expected: dict[Tokens, Tensor] = {}

@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import platform
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -245,9 +246,9 @@ def plot(rows: list[Row], file: Path) -> None:
         color = OUR_COLOR if row["method"].startswith("ours") else OTHER_COLOR
         axes.scatter(*point, s=50, color=color, zorder=2)
         axes.annotate(row["method"], point, xytext=(6, 4), textcoords="offset points", size=8)
-    # How the inputs are drawn, which comes after the shape, says nothing to who reads the plot.
-    shape = rows[0]["problem"].partition(", context")[0]
-    axes.set(yscale="log", xlabel="time of forward and backward, ms", title=shape)
+    # How the hidden states are drawn says nothing to who reads the plot.
+    title = re.sub(r", context [^,]+", "", rows[0]["problem"])
+    axes.set(yscale="log", xlabel="time of forward and backward, ms", title=title)
     axes.set_ylabel("memory beyond inputs and gradients, MB")
     axes.margins(x=0.25)
     axes.set_xlim(0)

@@ -13,8 +13,7 @@ tile shapes (`tiles`).
 E are the hidden states, C is the classifier, dE and dC are their gradients, here and in every
 docstring of this package. `tokens.Coefficients` defines S (`dproduct` in code) and the coefficients
 a and b, `tokens` û and κ, `grad_in_forward` p̃ and ê, `filter_plan` P and ε_j, and `filtered` R, m,
-W and H. Pieces of the N
-tokens and V entries are
+W and H. Pieces of the N tokens and V entries are
 
     tile         tokens by entries that a program works on at a time; a token tile is its tokens
     block        of the vocabulary: the entries of a tile; what the filter computes or leaves out
@@ -311,10 +310,13 @@ def unsupported(inputs: Inputs) -> str | None:
         return "the GPU is older than compute capability 8.0"
     if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the inputs are {hidden.dtype}"
+    # Triton makes a constant of an argument that is 1. Kernels take V as a number, and were never
+    # compiled for such a vocabulary.
     if inputs.least_rows < 2:
         if inputs.shard is None:
             return "the vocabulary has fewer than 2 entries"
         return "a rank of process_group has fewer than 2 entries of the vocabulary"
+    # The bias's gradient is S divided by the scale (`GradientSums.add_products`).
     if inputs.options.logit_scale == 0:
         return "logit_scale is 0"
     return None

@@ -10,8 +10,10 @@ are called
     R_iv           `gradients`, those of a tile's rows
     m_ij           `pair_coefficients`: 0 for a kept pair, (1 − w) P for a drawn one, P for a
                    dropped one
-    W_j, H_j       `profile_products`, `smoothing_products`; along the tokens, `profile_sums` and
-                   `smoothing_sums` are what dC takes instead
+    W_j, H_j       `profile_products`, `smoothing_products`: rows of `d_hidden_sums` behind the
+                   tokens', where `queue_kernel` sums them. dC takes sums of hidden states instead:
+                   `profile_sums`, Σ_i m_ij ĝ_i lift_i E_i, and `smoothing_sums`, Σ_i ĝ_i E_i of
+                   dropped pairs
     q f, û f       `mean_rows`, from the logits of the mean hidden state, whose slope f is
     g_i            `common_factor` times ĝ_i, which is `relative_upstream`
     1 + 2ζ lse_i   `lift`
