@@ -385,16 +385,19 @@ def fit_prompts(
     subjects: list[Subject],
     task: Task,
     tokenizer: "PreTrainedTokenizerBase",
-    max_length: int | None,
+    prompt_limit: int | None,
 ) -> list[Item]:
-    """Every question's prompt, with closing shots dropped until it fits `max_length` tokens.
+    """Every question's prompt, with closing shots dropped until it fits.
+
+    It fits if its context and what `ScoringMode.length_after_context` counts of its choices have
+    `prompt_limit` tokens or fewer (`engines.prompt_limit`).
 
     As the official script does: k-shot, then k−1, … (hendrycks/test, evaluate.py). A question that
     does not fit even without examples loses tokens on the left, the start token and a chat's first
     turn among them. lm-evaluation-harness does so too, but for each choice by itself, and it keeps
     up to two tokens more; here all choices share one context, cut until the longest choice fits
     behind it. A warning counts such questions, and their records say how many tokens. Choices that
-    do not fit by themselves raise `InputError`. `max_length=None` lets everything fit.
+    do not fit by themselves raise `InputError`. `prompt_limit=None` lets everything fit.
     """
     task = resolved(task)
     chat_format = chat.of_task(task, tokenizer)
@@ -410,8 +413,8 @@ def fit_prompts(
             context = tuple(tokenized.context)
             length_after = mode.length_after_context(tokenized.branches)
             excess = 0
-            if max_length:
-                excess = max(len(context) + length_after - max_length, 0)
+            if prompt_limit:
+                excess = max(len(context) + length_after - prompt_limit, 0)
             if excess and candidate.shots:
                 too_long.append(replace(candidate, shots=candidate.shots - 1))
                 continue
@@ -424,12 +427,12 @@ def fit_prompts(
             if excess >= len(context):
                 raise InputError(
                     f"question {candidate.question.id}: its choices take {length_after} tokens, "
-                    f"but the model takes {max_length}"
+                    f"but the model takes {prompt_limit}"
                 )
             job = Job(candidate.index, context[excess:], tokenized.branches)
             items[candidate.index] = Item(prompt, job, task.scoring, normalise, excess)
         pending = too_long
-    _warn_of_truncated(items, max_length)
+    _warn_of_truncated(items, prompt_limit)
     if chat_format is not None and not chat_format.takes_system:
         _warn_of_lost_headers(chat_format, subjects, mode)
     return [items[index] for index in sorted(items)]
@@ -444,12 +447,12 @@ def _candidates(subjects: list[Subject], task: ResolvedTask) -> list[_Candidate]
     return candidates
 
 
-def _warn_of_truncated(items: Mapping[int, Item], max_length: int | None) -> None:
+def _warn_of_truncated(items: Mapping[int, Item], prompt_limit: int | None) -> None:
     truncated = sum(1 for item in items.values() if item.truncated)
     if truncated:
         print(
-            f"warning: {truncated} of {counted(len(items), 'question')} do not fit in {max_length} "
-            "tokens even without examples and lose their beginning",
+            f"warning: {truncated} of {counted(len(items), 'question')} do not fit in "
+            f"{prompt_limit} tokens even without examples and lose their beginning",
             file=sys.stderr,
         )
 

@@ -21,9 +21,9 @@ are larger than their noise, B and D vary more than A, and they do so together: 
 resample's error to first order. But Δ_b is itself observed with the noise s_b², so B is too large.
 Let v be A's variance, Σ w_b² 2 s_b⁴ of Gaussian noise, and V that of B + D. The mean of Δ_b²
 exceeds the true square by s_b², and the variance of B, 4 Σ w_b² Δ_b² s_b², exceeds the one that it
-would have at the true gaps by 4 Σ w_b² s_b⁴, which is 2 v. D's variance is too large as well, but
-by less: where gaps are about as large as their noise, by about 1 / n_b of what B's is too large by,
-with n_b questions in the bin. That is left.
+would have at the true gaps by 4 Σ w_b² s_b⁴, which is 2 v. D's variance, about Σ w_b² Δ_b⁴ / n_b
+with n_b questions in the bin, is too large as well. Where Δ_b is about s_b, its excess is of the
+order of w_b² s_b⁴ / n_b a bin, beside B's 4 w_b² s_b⁴: 1 / n_b of it. That is left.
 
 **The draws** are therefore A + κ (B + D). κ is one factor before B + D as a whole. (Shrinking each
 gap Δ_b in its place would put κ before B, but κ² before D.) That κ also shrinks the mean of B + D

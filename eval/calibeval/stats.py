@@ -393,12 +393,13 @@ def _units_by_draws(value: float, summed_draws: np.ndarray) -> float | None:
     sum's variance is Σ x², and (Σ x)² / Σ x² is k where all differ by as much, as answers that are
     right or wrong do. It is less where they do not.
 
-    The number is needed for k up to 5, of which the sign test's p is above 0.05. The interval alone
-    would not do there. Why not, for k ≤ 3: let the value be above 0. Then exp(−k) is more than 2.5
-    %, so the lower quantile of the draws is 0. But `_interval` shifts the draws until their mean is
-    the value: it begins at value + (quantile − mean of the draws), where nothing widens it. Here
-    that is value − mean of the draws. It is 0 but for the randomness of the resamples, and whether
-    it is above 0 or below it is chance.
+    The number is needed for k up to 5, of which the sign test's p is above 0.05 while the interval
+    alone may leave out 0. For k of 4 and 5 it may since exp(−k) is below 2.5 %, so that the lower
+    quantile of the draws of a value above 0 is above 0 too. For k ≤ 3 it may by chance. There
+    exp(−k) is more than 2.5 %, so the lower quantile is 0. But `_interval` shifts the draws until
+    their mean is the value: it begins at value + (quantile − mean of the draws), where nothing
+    widens it. Here that is value − mean of the draws. It is 0 but for the randomness of the
+    resamples, and whether it is above 0 or below it is chance.
     """
     zero_share = float((~_differs(summed_draws)).mean())
     if zero_share == 0:

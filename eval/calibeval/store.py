@@ -136,9 +136,9 @@ class Store:
         earlier = self.settings.get(ENGINE_SETTINGS) or {}
         # An earlier version of the engine may not have written all of them.
         decisive = {name: engine_settings[name] for name in decisive_names if name in earlier}
-        # Another dtype is refused here, although the table at the head of this module has a rule
-        # for it. That rule looks for the key ENGINE_SETTINGS in `earlier`, which here are these
-        # settings themselves: it finds none, and refuses.
+        # Another dtype is refused here, as it must be. The table at the head of this module has a
+        # rule by which "auto" is what it came to. It looks for the key ENGINE_SETTINGS, which a
+        # sidecar's settings have; `earlier` are an engine's own, so that it finds none.
         _refuse_other_settings(earlier, decisive, self.part)
         if earlier and earlier != engine_settings:
             self.settings[EARLIER_ENGINES] = [*self.settings.get(EARLIER_ENGINES, []), earlier]
@@ -157,7 +157,7 @@ class Store:
 
             def append(row: RawRecord) -> None:
                 checked(Record, row, f"question {row['id']}")
-                # In ASCII: ids may hold U+2028, which would end the line elsewhere.
+                # In ASCII, so that a line that a kill cuts short is text all the same.
                 print(json.dumps(row), file=file, flush=True)
 
             yield append

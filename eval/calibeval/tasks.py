@@ -154,8 +154,8 @@ class _Reader:
                     f"{task.data}: {task.task} has one file for all splits, {file_name}, so "
                     f"--split {task.split} chooses nothing"
                 )
-        if task.examples and source.has_file_per_subject:
-            split = self.task_file.examples.split
+        split = self.task_file.examples.split
+        if task.examples and source.has_file_per_subject and split is not None:
             raise InputError(f"--examples {task.examples}: {task.task}'s are its {split} split's")
         if task.scoring == "letters" and not self.task_file.letters:
             raise InputError(
@@ -238,7 +238,7 @@ class _Reader:
             # The name of a split is a pattern where each subject has a file of its own.
             has_split = any(data.glob(self._file_name(split)))
             return not has_split and not _is_hub_folder(data)
-        return data.parent.is_dir() and not self._file_beside(data, split).is_file()
+        return not self._file_beside(data, split).is_file()
 
     def _file_beside(self, asked_file: Path, split: str) -> Path:
         """The file of a split, of the same data as the one file that is asked.

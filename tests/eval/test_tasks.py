@@ -641,6 +641,20 @@ def test_mmlus_examples_are_its_own(tmp_path):
         load("mmlu", tmp_path, examples="x")
 
 
+def test_a_task_of_a_file_per_subject_without_examples_takes_a_file_of_them(tmp_path):
+    """It was told to give --examples, and then refused them as its None split's."""
+    rows = [{"question": f"Q{i}?", "choices": ["a", "b"], "answer": 0} for i in range(3)]
+    (tmp_path / "test").mkdir()
+    write_lines(tmp_path / "test" / "light.jsonl", rows[:1])
+    solved = write_lines(tmp_path / "solved.jsonl", rows[1:])
+    task = tmp_path / "t.yaml"
+    task.write_text('data: {files: "{{ split }}/{{ subject }}.jsonl"}')
+    with pytest.raises(InputError, match="give --examples FILE"):
+        load(str(task), tmp_path, shots=1)
+    (subject,) = load(str(task), tmp_path, shots=2, examples=str(solved))
+    assert [example.text for example in subject.examples] == ["Q1?", "Q2?"]
+
+
 def test_a_file_has_no_split_to_choose(tmp_path):
     path = write_lines(tmp_path / "h.jsonl", [{"ctx": "c", "endings": ["a", "b"], "label": 0}])
     with pytest.raises(InputError, match="is one file, so --split val chooses nothing"):
