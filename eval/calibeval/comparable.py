@@ -88,7 +88,8 @@ def same_prompts(
 def _conditions(evaluation: Evaluation, wording: bool) -> dict[str, Any]:
     """How an evaluation's questions were asked; None where that is not known or not wanted.
 
-    Other programs' logs do not tell how many prompts were cut, which counts as 0."""
+    Of cut prompts alone the number is 0 where it is not known: other programs' logs do not tell it.
+    """
     chat_template = evaluation.chat_template
     if chat_template is None and evaluation.chat_template_is_known:
         chat_template = "none"

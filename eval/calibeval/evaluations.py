@@ -199,9 +199,9 @@ def _read_kept(kept: Path, key: list[str | None], path: Path) -> Evaluation | No
 def _to_json(evaluation: Evaluation) -> dict[str, Any]:
     """An evaluation as JSON has it, without its path."""
     content = {name: value for name, value in vars(evaluation).items() if name != "path"}
-    content["draws"] = _converted(np.ndarray.tolist, evaluation.draws)
-    content["squares"] = _converted(_square_to_json, evaluation.squares)
-    content["unit_values"] = _converted(np.ndarray.tolist, evaluation.unit_values)
+    content["draws"] = _with_converted_values(np.ndarray.tolist, evaluation.draws)
+    content["squares"] = _with_converted_values(_square_to_json, evaluation.squares)
+    content["unit_values"] = _with_converted_values(np.ndarray.tolist, evaluation.unit_values)
     return content
 
 
@@ -225,15 +225,17 @@ def _from_json(content: dict[str, Any], path: Path) -> Evaluation:
     """The evaluation that `_to_json` wrote."""
     converted = {
         "confidences": tuple(content["confidences"]),
-        "floor_tests": _converted(lambda test: FloorTest(*test), content["floor_tests"]),
-        "draws": _converted(np.array, content["draws"]),
-        "squares": _converted(_square_from_json, content["squares"]),
-        "unit_values": _converted(np.array, content["unit_values"]),
+        "floor_tests": _with_converted_values(
+            lambda test: FloorTest(*test), content["floor_tests"]
+        ),
+        "draws": _with_converted_values(np.array, content["draws"]),
+        "squares": _with_converted_values(_square_from_json, content["squares"]),
+        "unit_values": _with_converted_values(np.array, content["unit_values"]),
     }
     return Evaluation(path, **{**content, **converted})
 
 
-def _converted(
+def _with_converted_values(
     convert: Callable[[Any], T], by_confidence: Mapping[ConfidenceDefinition, Mapping[str, Any]]
 ) -> dict[ConfidenceDefinition, dict[str, T]]:
     """Values by confidence and then by metric, each converted."""

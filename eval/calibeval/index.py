@@ -24,10 +24,10 @@ from calibeval.validation import is_unicode
 Scalar = bool | int | float | str | None
 
 
-# The columns of table.csv that `report.tidy` fills with figures. No key of an index may have such a
+# The columns of table.csv that `report.tidy` makes. No key of an index may have such a
 # name, since each key becomes a column too. (`tidy` has a column `floor`, which it renames to
 # `floor_95` at its end, so that neither name is free.)
-FIGURE_COLUMNS = (
+RESERVED_COLUMNS = (
     "seeds",
     "questions",
     "letter_mass",
@@ -60,12 +60,17 @@ class Entry(BaseModel, strict=True, extra="allow"):
 
     @model_validator(mode="after")
     def _has_columns_of_its_own(self) -> "Entry":
-        for name, value in self.__pydantic_extra__.items():
-            if name in FIGURE_COLUMNS:
+        for name in self.__pydantic_extra__:
+            if name in RESERVED_COLUMNS:
                 raise ValueError(
                     f"{name!r} is a column of figures in table.csv; give the key another name, "
                     f"such as 'train_{name}'"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _is_text(self) -> "Entry":
+        for name, value in self.__pydantic_extra__.items():
             if isinstance(value, str) and not is_unicode(value):
                 raise ValueError(f"{name} is {value!a}: half of a surrogate pair is no text")
         return self

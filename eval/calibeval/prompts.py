@@ -78,8 +78,8 @@ class ScoringMode(ABC):
     No model reads it, since nothing is asked of what follows it. So it need not count, and of
     letters it does not. Of texts it has always counted, and to leave it out now would change the
     prompts of old records: where context and text together are one token more than
-    `engines.prompt_limit`, the prompt loses an example (`scoring.fit_prompts`). The head of that
-    section of `engines` has the two inequalities, with an example.
+    `engines.prompt_limit`, the prompt loses an example (`scoring.fit_prompts`). The comment above
+    `engines.prompt_limit` has the two inequalities, with an example.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):

@@ -34,9 +34,9 @@ ALIKE_IF_PROMPTS_UNKNOWN = (*ALIKE, "shots")
 # No model gives less than −1e9; a damaged file's −1e200 would overflow when it is squared.
 LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
 MASS_TOLERANCE = 0.01  # of letters' mass, for the same rounding
-# Key of a setting in the sidecar of another program's records. It is false where the program's log
-# does not say whether the model was asked in a chat. Where it is true or absent, records without a
-# `chat_template` were not asked in a chat.
+# This is the key of a setting in the sidecar of another program's records. It is false where the
+# program's log does not say whether the model was asked in a chat. Where it is true or absent,
+# records without a `chat_template` were not asked in a chat.
 TEMPLATE_IS_KNOWN = "chat_template_is_known"
 
 

@@ -142,7 +142,7 @@ class Table:
     lines: list[Line]
     notes: list[str]
 
-    def head_of_names(self) -> str:
+    def row_heading(self) -> str:
         """Return the headings of what the page has at the left of each row.
 
         That is the row's name within its block, and its seeds; the block has a row of its own."""
@@ -412,9 +412,9 @@ def pair(reference: TableRow, row: TableRow, data_set: str) -> Pairing:
     - Each row has one evaluation: these two are a pair, whatever their seeds.
     - Else all evaluations of both, without pairs, as three seeds with one.
 
-    A single common seed makes no pair: that would leave out the other seeds, and with them what
-    seeds differ by. A model before fine-tuning has no seed, and one that an index gives it is no
-    training's.
+    Where a row has more seeds, a single common one makes no pair: that would leave out the others,
+    and with them what seeds differ by. A model before fine-tuning has no seed, and one that an
+    index gives it is no training's.
     """
     reference_by_seed = reference.evaluations.get(data_set, {})
     row_by_seed = row.evaluations.get(data_set, {})

@@ -165,11 +165,11 @@ class Side(NamedTuple):
     values: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); not finite in resamples of which the metric is not defined
     cluster_count: int | None = None  # of those resampled as a whole; None: single questions
-    # (S, M, U), of each of U units alone; None where they are too many to keep. A unit is what is
-    # resampled, a question or a subject. Of a mean, such as accuracy, M is 1: the metric of this
-    # unit. Of another metric, such as AUROC, which a single question does not have, it is all M
-    # metrics with an interval instead. Two sides differ in a unit where any of its M values does;
-    # `sign_test_p` counts these units.
+    # (S, M, U): values of M metrics, each computed of one of U units alone. It is None where they
+    # are too many to keep. A unit is what is resampled, a question or a subject. Of a mean, such as
+    # accuracy, M is 1: the metric itself. Of another metric, such as AUROC, which a single question
+    # does not have, they are all metrics with an interval instead. Two sides differ in a unit where
+    # any of its M values does; `sign_test_p` counts these units.
     unit_values: np.ndarray | None = None
     is_mean: bool = False  # whether the metric is a mean over the questions
 
@@ -394,11 +394,11 @@ def _units_by_draws(value: float, summed_draws: np.ndarray) -> float | None:
     right or wrong do. It is less where they do not.
 
     The number is needed for k up to 5, of which the sign test's p is above 0.05 while the interval
-    alone may leave out 0. For k of 4 and 5 it may since exp(−k) is below 2.5 %, so that the lower
-    quantile of the draws of a value above 0 is above 0 too. For k ≤ 3 it may by chance. There
-    exp(−k) is more than 2.5 %, so the lower quantile is 0. But `_interval` shifts the draws until
-    their mean is the value: it begins at value + (quantile − mean of the draws), where nothing
-    widens it. Here that is value − mean of the draws. It is 0 but for the randomness of the
+    alone may leave out 0. For k of 4 and 5 it may leave it out because exp(−k) is below 2.5 %, so
+    that the lower quantile of the draws of a value above 0 is above 0 too. For k ≤ 3 it may by
+    chance. There exp(−k) is more than 2.5 %, so the lower quantile is 0. But `_interval` shifts the
+    draws until their mean is the value: it begins at value + (quantile − mean of the draws), where
+    nothing widens it. Here that is value − mean of the draws. It is 0 but for the randomness of the
     resamples, and whether it is above 0 or below it is chance.
     """
     zero_share = float((~_differs(summed_draws)).mean())

@@ -136,9 +136,8 @@ class Store:
         earlier = self.settings.get(ENGINE_SETTINGS) or {}
         # An earlier version of the engine may not have written all of them.
         decisive = {name: engine_settings[name] for name in decisive_names if name in earlier}
-        # Another dtype is refused here, as it must be. The table at the head of this module has a
-        # rule by which "auto" is what it came to. It looks for the key ENGINE_SETTINGS, which a
-        # sidecar's settings have; `earlier` are an engine's own, so that it finds none.
+        # Another dtype is refused here, as it must be. The table's rule for `dtype`, which asks
+        # what "auto" has come to, does not apply, since `earlier` lacks the key ENGINE_SETTINGS.
         _refuse_other_settings(earlier, decisive, self.part)
         if earlier and earlier != engine_settings:
             self.settings[EARLIER_ENGINES] = [*self.settings.get(EARLIER_ENGINES, []), earlier]

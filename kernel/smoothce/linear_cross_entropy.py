@@ -158,10 +158,10 @@ def linear_cross_entropy(
 
       "auto" holds the probabilities of at most max(D, 2048) tokens at a time, which take the bytes
       of the classifier's gradient or more; or of a quarter of all tokens, where that is up to three
-      times as many; or of 2048 tokens, where the classifier is frozen. Tokens are cut into the
-      fewest equal parts that keep to that, so a part may have fewer: of 8,192 tokens with D = 2304
-      it has 2,048. "auto" does not look at how much memory is free: where the GPU has too little,
-      PyTorch raises OutOfMemoryError.
+      times as many; or of 2048 tokens, where the classifier is frozen. Tokens are cut into as few
+      parts as keep to that, all of one size but the last, so a part may have fewer: of 8,192 tokens
+      with D = 2304 it has 2,048. "auto" does not look at how much memory is free: where the GPU has
+      too little, PyTorch raises OutOfMemoryError.
 
       0 takes little memory, and one product more, since the backward computes all logits a second
       time. These calls do so whatever `workspace` is: in fp16, with `return_lse`, with a softcap
@@ -204,7 +204,8 @@ def linear_cross_entropy(
     and `filter_eps` are, and the graph holds them until the backward. Three kinds of loss make them
     in the backward instead: one that is not reduced, one in fp16, and one with `return_lse`. There
     the logits are computed again, also where the classifier is frozen. With a `process_group` the
-    graph breaks, and the call is as it is outside; `impl="reference"` is traced as it is.
+    graph breaks, and the call does what it does outside `torch.compile`; `impl="reference"` is
+    traced.
 
     Raises ValueError or TypeError, naming what was given and what was expected. A label outside
     [0, V) raises IndexError on a CPU and is a device-side assertion on CUDA.
@@ -322,7 +323,7 @@ def explain(
     The answer is that for a call outside `torch.compile`. Inside it the same implementation is
     taken, but gradients are made in the forward exactly where the loss is reduced, hidden states
     are not fp16 and `return_lse` is False; otherwise in the backward. (With a `process_group` the
-    graph breaks, and the call is as it is outside; `impl="reference"` is traced as it is.)
+    graph breaks, and the call does what it does outside; `impl="reference"` is traced.)
 
     No logits are computed. Tensors that the call would copy first are copied: hidden states and
     classifier under autocast, and what is not contiguous. Raises what `linear_cross_entropy` raises

@@ -96,8 +96,8 @@ class Options:
       `LOSS_ARGUMENTS` of `hf_patch.fused_forward` and all of `HeadForward`, and TRL, which counts
       all tokens alike (`trl_output`), has no place for it.
     - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`;
-      tests/kernel/test_reference.py, which holds the definition against PyTorch; and, since the
-      `filter_eps` of the first is too small to drop a block,
+      tests/kernel/test_reference.py, which holds the definition against PyTorch; and, since
+      `ANY_SHAPE_AND_OPTION` has no `filter_eps` that drops a block,
       `test_unbiased_filter_is_right_in_the_mean` of tests/kernel/triton/test_filter.py.
     """
 

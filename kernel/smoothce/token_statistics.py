@@ -74,8 +74,8 @@ def token_statistics(
 
 
 def _is_real_number(value: object) -> TypeGuard[float]:
-    """Whether it can be divided as a number. It does not ask whether it is finite, as `is_number`
-    does: that would break a graph of `torch.compile` in which the number is a symbol."""
+    """Whether a value can be divided as a number. Unlike `is_number` this accepts infinity: to ask
+    whether a number is finite breaks a graph of `torch.compile` in which it is a symbol."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

@@ -127,19 +127,19 @@ def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:
     if shard is None:
         return mine
     if mine.expected_logit is None or mine.largest_logit is None or mine.argmax is None:
-        sums = torch.stack([mine.lse, mine.label_logit, mine.smoothing_logit])  # (3, n)
-        lse, label_logit, smoothing_logit = all_gather_stacked(sums, shard).unbind(1)
+        stacked = torch.stack([mine.lse, mine.label_logit, mine.smoothing_logit])  # (3, n)
+        lse, label_logit, smoothing_logit = all_gather_stacked(stacked, shard).unbind(1)
         return TokenLogitSums(
             lse=lse.logsumexp(0),
             label_logit=label_logit.sum(0),
             smoothing_logit=smoothing_logit.sum(0),
         )
 
-    sums = torch.stack(  # (5, n)
+    stacked = torch.stack(  # (5, n)
         [mine.lse, mine.label_logit, mine.smoothing_logit, mine.expected_logit, mine.largest_logit]
     )
     lse, label_logit, smoothing_logit, expected_logit, largest_logit = all_gather_stacked(
-        sums, shard
+        stacked, shard
     ).unbind(1)
     argmax = all_gather_stacked(mine.argmax, shard)
     whole_lse = lse.logsumexp(0)

@@ -269,8 +269,8 @@ def test_collect_reads_the_index_once(project, tmp_path, run, monkeypatch):
     heading, *rows = (tmp_path / "out" / "table.csv").read_text().splitlines()
     assert "floor_95" in heading
     # A key of the index could have another column's name (`Entry` refuses those that are listed).
-    figure_columns = {*heading.split(","), "floor"} - {"dataset", *read_lines(project())[0]}
-    assert figure_columns == set(index.FIGURE_COLUMNS)
+    made_columns = {*heading.split(","), "floor"} - {"dataset", *read_lines(project())[0]}
+    assert made_columns == set(index.RESERVED_COLUMNS)
     assert len(printed.splitlines()) == len(rows) > 0
 
 

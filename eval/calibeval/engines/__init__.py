@@ -196,8 +196,8 @@ def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
 # that are read and the one that is sampled, is `max_model_length`: P at most, of texts P − 1.
 #
 # So texts could have one token more, and both could have one more on transformers, which samples
-# none. Neither is given: the first would change the prompts of old records, and with the second
-# prompts would depend on the engine.
+# none. Neither is given: one token more for texts would change the prompts of old records, and
+# one more on transformers would make prompts depend on the engine.
 
 
 def prompt_limit(config: "PretrainedConfig") -> int | None:

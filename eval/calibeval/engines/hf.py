@@ -98,7 +98,8 @@ class TransformersEngine:
         self.cache_bytes_per_token = cache_bytes_per_token(self.model)
         # What `_tree_is_read_right` has come to; None while that has not been tried.
         self.reads_trees: bool | None = None
-        # Last, so that a model that raises above keeps its mode: `close` does not come to it then.
+        # This comes last: where something above raises, nobody calls `close`, and the model keeps
+        # the mode that it came in.
         self.model.eval()
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ class VllmEngine:
                 # whole: vLLM takes nothing from its cache whose log-probabilities are asked for.
                 for branch in job.branches:
                     prompts.append(job.context + branch[:-1])
-                    # 0: of the prompt's own tokens, and of no others beside them.
+                    # 0 asks for the prompt's own tokens, and for no others beside them.
                     sampling_params.append(self._sampling_params(branch[-1:], prompt_logprobs=0))
         outputs = iter(
             self.llm.generate(

@@ -5,14 +5,16 @@
 run on the device alone. (`plan` says which calls are filtered at all.) kernel/DERIVATION.md, "The
 filter", has the mathematics.
 
-Let P_ij = Σ_{v∈j} p_iv be the pair's mass. A pair is kept when it holds the label, or when norm_ij
-= √(P_ij · max_{v∈j} p_iv), which bounds the 2-norm of the pair's probabilities, reaches the block's
-threshold ε_j. Any other pair is drawn with probability norm_ij / ε_j, so that gradients stay
-unbiased. ε_j is the call's threshold ε (`LossCall.eps`), unless the block's norms, each counted up
-to ε, sum to less than DRAWN · ε. Then it is lower: that sum / DRAWN. Where the norms are alike,
-about DRAWN pairs are listed by it. Where a few large norms make up most of the sum, those few are
-listed, and fewer than DRAWN in all. Kept and drawn pairs are *listed*: each block has a list of its
-tokens.
+With P_ij = Σ_{v∈j} p_iv for the pair's mass, a bound of the 2-norm of its probabilities is
+
+    norm_ij = √(P_ij · max_{v∈j} p_iv)
+
+A pair is kept when it holds the label, or when norm_ij reaches the block's threshold ε_j. Any other
+pair is drawn with probability norm_ij / ε_j, so that gradients stay unbiased. ε_j is the call's
+threshold ε (`LossCall.eps`), unless the block's norms, each counted up to ε, sum to less than DRAWN
+· ε. Then it is lower: that sum / DRAWN. Where the norms are alike, about DRAWN pairs are listed by
+it. Where a few large norms make up most of the sum, those few are listed, and fewer than DRAWN in
+all. Kept and drawn pairs are *listed*: each block has a list of its tokens.
 
 Every pair has a coefficient m_ij for the low-rank model, which stands in for what is not
 recomputed. Its sign says what became of the pair, since P > 0 and w > 1:
@@ -166,9 +168,9 @@ def plan_kernel(
         # Both are of exponentials that the softmax has not yet divided: the pair's P is
         # 2^(pair_lse_base2 − relative_lse_base2), its largest p is
         # 2^(pair_max_base2 − relative_lse_base2).
-        pair = row_start + token
-        pair_lse_base2 = tl.load(pair_lse + pair, mask=inside, other=0.0).to(tl.float32)
-        pair_max_base2 = tl.load(pair_max + pair, mask=inside, other=0.0).to(tl.float32)
+        pair_offset = row_start + token
+        pair_lse_base2 = tl.load(pair_lse + pair_offset, mask=inside, other=0.0).to(tl.float32)
+        pair_max_base2 = tl.load(pair_max + pair_offset, mask=inside, other=0.0).to(tl.float32)
         relative_lse_base2 = tl.load(lses_base2 + token, mask=inside, other=0.0)
         label_logit_base2 = tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
         relative_lse_base2 -= reference_logit_base2(label_logit_base2)
@@ -182,9 +184,9 @@ def plan_kernel(
     for start in range(0, padded, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < padded
-        pair = row_start + token
-        pair_lse_base2 = tl.load(pair_lse + pair, mask=inside, other=0.0).to(tl.float32)
-        pair_max_base2 = tl.load(pair_max + pair, mask=inside, other=0.0).to(tl.float32)
+        pair_offset = row_start + token
+        pair_lse_base2 = tl.load(pair_lse + pair_offset, mask=inside, other=0.0).to(tl.float32)
+        pair_max_base2 = tl.load(pair_max + pair_offset, mask=inside, other=0.0).to(tl.float32)
         label = tl.load(labels + token, mask=inside, other=-1)
         token_lse_base2 = tl.load(lses_base2 + token, mask=inside, other=0.0)
         # The bits of the token's log-sum-exp are the seed of its draws. They change from step to
@@ -212,7 +214,7 @@ def plan_kernel(
         # place of pair statistics that were read above, or before. The barrier (a __syncthreads)
         # makes sure that every thread of the program has read them.
         tl.debug_barrier()
-        tl.store(pair_coefficients + pair, pair_coefficient.to(tl.bfloat16), mask=inside)
+        tl.store(pair_coefficients + pair_offset, pair_coefficient.to(tl.bfloat16), mask=inside)
         tl.store(listed_tokens + row_start + place, token.to(tl.int16), mask=is_listed)
         n_listed += tl.sum(flag, 0)
     tl.store(listed + block, n_listed)
@@ -301,7 +303,7 @@ def first_at_least(numbers, count, bound, STEPS: tl.constexpr):
     high = count
     for _ in range(STEPS):
         middle = (low + high) // 2
-        # Where the ends have met, `other` is taken and leaves them there: numbers[count] is none.
+        # Where the ends have met, `bound` is taken, so that they stay. numbers[count] is not read.
         is_enough = tl.load(numbers + middle, mask=low < high, other=bound) >= bound
         high = tl.where(is_enough, middle, high)
         low = tl.where(is_enough, low, middle + 1)

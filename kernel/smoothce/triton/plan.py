@@ -181,7 +181,7 @@ def bytes_of_fp32_sums(call: LossCall) -> int:
 
 def least_tokens(call: LossCall) -> int:
     """For how many tokens the workspace must have room, at least, for gradients to be made in the
-    forward. (Equal parts may be smaller: with room for 512 of 600 tokens, they have 384 and 216.)
+    forward. (Parts may be smaller: with room for 512 of 600 tokens, they have 384 and 216.)
     """
     return min(len(call.inputs.labels), LEAST_TOKENS)
 

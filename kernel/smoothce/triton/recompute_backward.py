@@ -67,9 +67,9 @@ SUPER_BLOCK_TOKENS = 8192
 # With CHUNK_BYTES and all else that it holds a step comes to the 118 MB of kernel/README.md.
 #
 # CHUNK_SHARE is for smaller calls. There a step that wants both gradients is to hold at most a
-# tenth more than the gradients' own bytes. It is that tenth, less 7 / D for what `PackedTokens` and
-# `Coefficients` hold, with D = 2000 (larger ones need less). They hold seven 4-byte numbers a
-# token, 28 n bytes, beside gradients of 16 bits, of 2 D (V + n) bytes: a share of
+# tenth more than the gradients' own bytes. CHUNK_SHARE is that tenth, less 7 / D for what
+# `PackedTokens` and `Coefficients` hold, with D = 2000 (larger ones need less). They hold seven
+# 4-byte numbers a token, 28 n bytes, beside gradients of 16 bits, of 2 D (V + n) bytes: a share of
 # 28 n / (2 D (V + n)), which is at most 7 / D where n ≤ V.
 #
 # In still smaller calls it is more than a tenth: the chunk memory has CHUNK_LEAST_BYTES in any

@@ -6,8 +6,8 @@ tokens, `gather` packs the valid ones' hidden states and computes their labels' 
 valid, and nothing here but `ValidCounts.values` waits for it. So memory is allocated for all
 tokens. Behind the valid ones hidden states and coefficients are 0, labels −1 and `lse_base2` +∞.
 
-Fields, and tensors in memory, follow their names. Without a suffix logits, label logits and log-
-sum-exps are in nats. A name that ends in `_base2` is of a quantity in base 2, log2(e) times as
+Fields, and tensors in memory, follow their names. Without a suffix logits, label logits and
+log-sum-exps are in nats. A name that ends in `_base2` is of a quantity in base 2, log2(e) times as
 much: kernels exponentiate with exp2, so that what a backward exponentiates (`lse_base2`,
 `offset_base2`) is kept that way. Kernels convert what they read; what leaves the forward for the
 caller is in nats. Kernels' local variables are mostly in base 2 without a suffix, such as `logits`

@@ -107,7 +107,9 @@ def node_number() -> int:
 
 
 def first_meeting_port(job: int) -> int:
-    """The port at which the search for one of a job begins, another for each job."""
+    """The port at which the search for a job's meeting port begins.
+
+    Jobs whose numbers are near each other begin at different ones."""
     return MEETING_PORTS[job % len(MEETING_PORTS)]
 
 
