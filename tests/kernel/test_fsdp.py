@@ -2,14 +2,13 @@
 
 import faulthandler
 import os
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from smoothce import patch_model
+from smoothce import patch_model, unpatch_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 transformers = pytest.importorskip("transformers")
@@ -23,20 +22,11 @@ BETA, RANKS = 0.1, 2
 
 
 def patch_and_shard(model, when):
-    """Where the model is on the meta device or sharded, it cannot be tried when it is patched."""
     parts = (*model.model.layers, model.lm_head, model)
     if when == "after fully_shard":
         for part in parts:
             fsdp.fully_shard(part)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        patch_model(model, label_smoothing=BETA)
-    reasons = {"on meta": "on the meta device", "after fully_shard": "FSDP2 holds a part"}
-    put_off = [str(warning.message) for warning in told if "not now" in str(warning.message)]
-    if when in reasons:
-        assert len(put_off) == 1 and reasons[when] in put_off[0]
-    else:
-        assert not put_off
+    patch_model(model, label_smoothing=BETA)
     if when != "after fully_shard":
         for part in parts:
             fsdp.fully_shard(part)
@@ -75,6 +65,8 @@ def work(rank, store, when):
             torch.testing.assert_close(
                 parameter.grad.full_tensor(), want[name], rtol=1e-4, atol=1e-6, msg=name
             )
+    unpatch_model(model)
+    torch.testing.assert_close(model(**batch()).loss, tiny()(**batch()).loss)
     dist.barrier()
 
 
@@ -84,7 +76,6 @@ def test_gradients(when, tmp_path):
 
 
 def train_mixture(rank, store, when):
-    """Its auxiliary loss is a function of its class's module, and fully_shard changes the class."""
     faulthandler.dump_traceback_later(240, exit=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
@@ -130,8 +121,7 @@ def train_by_accelerate(rank, store):
     if rank > 0:
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
-    with pytest.warns(UserWarning, match="not now: the first rank alone has its weights until"):
-        patch_model(model, label_smoothing=BETA)
+    patch_model(model, label_smoothing=BETA)
     optimizer = torch.optim.SGD(model.parameters())
     prepared, _ = accelerator.prepare(model, optimizer)  # FSDP2 wants both
     prepared(**batch()).loss.backward()

@@ -1,9 +1,7 @@
 """Patched models in Hugging Face's Trainer and TRL's SFTTrainer, against upstream's own losses."""
 
-import contextlib
 import dataclasses
 import importlib.metadata
-import inspect
 import sys
 import types
 
@@ -67,8 +65,7 @@ def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
     found = history(*given, tiny(), True, rows)
     assert found["loss"] == pytest.approx(want["loss"], rel=1e-4)
     assert beta or found["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-4)
-    with contextlib.nullcontext() if not beta else pytest.warns(UserWarning, match="no labels"):
-        around = history(*given, patch_model(tiny()), False, rows)
+    around = history(*given, patch_model(tiny()), False, rows)
     assert around["loss"] == pytest.approx(want["loss"], rel=1e-4)
 
 
@@ -156,7 +153,7 @@ def test_a_model_patched_by_itself_is_refused_under_trls_trainer(tmp_path):
     more = {"train_dataset": trls_rows(), "processing_class": words()}
     model = patch_model(tiny(), label_smoothing=0.2)
     trainer = trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
-    with pytest.raises(ValueError, match=r"TRL's SFTTrainer.*label_smoothing=0.2.*patch_trainer"):
+    with pytest.raises(ValueError, match=r"trl.*without label_smoothing=0.2.*patch_trainer"):
         trainer.train()
     plain = trl.SFTTrainer(patch_model(tiny()), sft_config(trl, tmp_path), **more)
     with pytest.warns(UserWarning, match="around its loss"):
@@ -197,6 +194,53 @@ def test_a_sum_of_a_later_patch_model_is_refused_under_trls_trainer(tmp_path):
     trainer.train()
 
 
+@pytest.mark.parametrize("trainer_name", ["DPOTrainer", "SFTTrainer"])
+def test_a_model_of_sft_goes_on_to_another_trainer_of_trls(trainer_name, tmp_path):
+    """As it is, the error says what to call; once it is called, the model trains."""
+    trl = trl_of_fused_heads()
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    model = tiny()
+    first = trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
+    patch_trainer(first, label_smoothing=0.2).train()
+
+    def next_trainer():
+        if trainer_name == "SFTTrainer":
+            return trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
+        return dpo_trainer(trl, model, tmp_path)
+
+    with pytest.raises(ValueError, match=r"without label_smoothing=0.2.*unpatch_model\(model\)"):
+        next_trainer().train()
+    unpatch_model(model)
+    trainer = next_trainer()
+    trainer.train()
+    assert trainer.state.global_step == 3
+    if trainer_name == "DPOTrainer":
+        with pytest.raises(ValueError, match="TRL's DPOTrainer computes a loss of its own"):
+            patch_trainer(trainer, label_smoothing=0.1)
+
+
+def dpo_trainer(trl, model, folder):
+    datasets = pytest.importorskip("datasets")
+    pairs = {"prompt": "t5 t6 t7", "chosen": " t8 t9", "rejected": " t10 t11"}
+    arguments = trl.DPOConfig(str(folder), bf16=False, gradient_checkpointing=False, **THREE_STEPS)
+    return trl.DPOTrainer(
+        model,
+        ref_model=tiny(),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list([pairs] * 8),
+        processing_class=words(),
+    )
+
+
+def test_metrics_that_need_logits_are_refused_where_evaluation_has_none(tmp_path):
+    more = {"compute_metrics": lambda prediction: {}, "model": tiny(), "beta": None}
+    with pytest.raises(ValueError, match="compute_metrics needs logits, which eval_logits=False"):
+        patch_trainer(with_callback(tmp_path, **more), eval_logits=False)
+    trainer = patch_trainer(with_callback(tmp_path, **more), label_smoothing=BETA)
+    trainer.eval_dataset = uneven_rows()
+    assert "eval_loss" in trainer.evaluate()
+
+
 def dispatched(model):
     """The model with the hooks that `device_map` puts on it."""
     accelerate = pytest.importorskip("accelerate")
@@ -213,30 +257,10 @@ def test_trls_trainer_of_a_dispatched_model(first, tmp_path):
     model = dispatched(tiny())
     if first == "patch_model":
         patch_model(model, label_smoothing=0.2)
-    hooked = model.forward
     found = history(trl.SFTTrainer, arguments, model, True, **more)
-    assert found == want
-    assert "_hf_hook" in vars(model) and model.forward == hooked
-
-
-def test_trls_forward_is_seen_around_accelerates(tmp_path):
-    """Whichever accelerate puts on first or last: device_map's hook, or mixed precision."""
-    trl = trl_of_fused_heads()
-    more = {"train_dataset": trls_rows(), "processing_class": words()}
-    model = patch_model(dispatched(tiny()), label_smoothing=0.2)
-    trainer = trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
-    with pytest.raises(ValueError, match=r"TRL's SFTTrainer.*label_smoothing=0.2.*patch_trainer"):
-        trainer.train()
-    model = patch_model(tiny(), label_smoothing=0.2)
-    arguments = sft_config(trl, tmp_path)
-    arguments.bf16 = True
-    trainer = trl.SFTTrainer(model, arguments, **more)
-    with pytest.raises(ValueError, match=r"TRL's SFTTrainer.*label_smoothing=0.2.*patch_trainer"):
-        trainer.train()
-    model = dispatched(tiny())
-    trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
-    with pytest.raises(TypeError, match=r"LlamaForCausalLM\.forward was wrapped before"):
-        patch_model(model, label_smoothing=0.2)
+    for kind in want:
+        assert found[kind] == pytest.approx(want[kind], rel=1e-6)
+    assert "_hf_hook" in vars(model)
 
 
 def smoothed_densely(hidden, weight, labels):
@@ -273,10 +297,6 @@ def test_what_trl_would_train_instead_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="TRL's trainers compute losses of their own"):
         callback = SmoothingCallback(label_smoothing=0.1)
         trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), callbacks=[callback], **more)
-    trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), **more)
-    trainer.__class__ = type("DPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer"})
-    with pytest.raises(ValueError, match="TRL's DPOTrainer computes a loss of its own"):
-        patch_trainer(trainer, label_smoothing=0.1)
 
 
 UPDATE = {  # of one optimizer step over all eight rows, which changes nothing
@@ -351,7 +371,7 @@ def with_callback(folder, *, beta=BETA, model=None, arguments=None, **more):
 def test_the_callback_smooths_a_model_that_the_trainer_makes_itself(tmp_path):
     trainer = with_callback(tmp_path, model_init=lambda: tiny(), arguments={})
     trainer.train()
-    assert trainer.model.lm_head._smoothce_head_forward.settings.options.label_smoothing == BETA
+    assert trainer.model.lm_head.settings.label_smoothing == BETA
 
 
 @pytest.mark.parametrize("how", ["model_init", "added late", "added late to adapters"])
@@ -376,9 +396,6 @@ def test_the_callback_patches_a_model_that_mixed_precision_has_wrapped(how, tmp_
         losses.append([entry["loss"] for entry in one.state.log_history if "loss" in entry])
     assert len(losses[0]) == 1
     assert losses[0] == losses[1]
-    if how == "model_init":
-        assert hasattr(trainer.model.forward, "__wrapped__")
-        assert type(trainer.model._original_forward) is type(first.model._original_forward)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -438,8 +455,7 @@ def test_another_ignore_index_of_a_later_patch_model_is_refused(way, when, tmp_p
         patching_again = transformers.TrainerCallback()
         patching_again.on_step_end = patch_again
         trainer.add_callback(patching_again)
-    said = r"ignore_index=5.*patch_trainer\(trainer, ignore_index=-100\)"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match="ignore_index must be -100, the trainer's, not 5"):
         trainer.train()
     if when == "while it trains":
         trainer.remove_callback(patching_again)
@@ -467,9 +483,6 @@ def test_the_callback_refuses_a_step_that_took_another_loss(tmp_path):
 
 
 def test_the_callback_needs_its_beta():
-    shown = inspect.signature(SmoothingCallback).parameters
-    assert shown["label_smoothing"].default is inspect.Parameter.empty
-    assert shown["z_loss"].default == 0
     with pytest.raises(TypeError, match="label_smoothing"):
         SmoothingCallback(z_loss=0.1)
     with pytest.raises(TypeError, match="label_smoothing"):
@@ -484,12 +497,12 @@ def test_ligers_loss_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Liger's loss, which ignores label_smoothing"):
         patch_trainer(given, label_smoothing=0.1)
 
-    def lce_forward(self, input_ids, labels=None, **kwargs):
+    def lce_forward(self, input_ids, **kwargs):
         return self.model(input_ids)
 
-    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
-    model.forward = types.MethodType(lce_forward, model)
-    with pytest.raises(ValueError, match="Liger trains the model with a loss of its own"):
+    function = types.FunctionType(lce_forward.__code__, {"__name__": "liger_kernel.llama"})
+    model.forward = types.MethodType(function, model)
+    with pytest.raises(ValueError, match=r"liger_kernel.* without label_smoothing=0.1"):
         model(batch()["input_ids"])
 
 
@@ -505,7 +518,7 @@ def test_a_trainer_keeps_what_its_model_was_patched_with(tmp_path):
     want = model(**batch()).loss
     patch_trainer(trainer(tmp_path, model, 0.0))
     assert torch.equal(model(**batch()).loss, want)
-    assert model.lm_head._smoothce_head_forward.settings.options.workspace == 7
+    assert model.lm_head.settings.workspace == 7
 
 
 @pytest.mark.parametrize(
@@ -572,38 +585,12 @@ def test_trls_trainer_with_adapters_in_any_order(order, tmp_path):
     assert found == pytest.approx(want, rel=1e-4)
 
 
-def test_trls_trainer_refuses_an_adapter_on_the_head(tmp_path):
-    trl = trl_of_fused_heads()
-    peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    more = {"train_dataset": trls_rows(), "processing_class": words(), "peft_config": adapters}
-    trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), **more)
-    with pytest.raises(TypeError, match="lm_head carries an adapter"):
-        patch_trainer(trainer, label_smoothing=0.2)
-
-
-def test_a_trl_whose_fused_forward_is_made_in_another_way_is_named(tmp_path):
-    trl = trl_of_fused_heads()
-    more = {"train_dataset": trls_rows(), "processing_class": words()}
-    trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), **more)
-
-    def forward_of_another_version(self, *args, **kwargs):
-        raise AssertionError("not called")
-
-    function = types.FunctionType(
-        forward_of_another_version.__code__, {"__name__": "trl.trainer.utils"}
-    )
-    trainer.model.forward = types.MethodType(function, trainer.model)
-    with pytest.raises(ValueError, match=rf"TRL {trl.__version__} .* original_forward"):
-        patch_trainer(trainer, label_smoothing=0.1)
-
-
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
         ({"label_smoothing": 2}, ValueError),
         ({"impl": "nope"}, ValueError),
-        ({"softcap": 3.0}, ValueError),
+        ({"softcap": -3.0}, ValueError),
         ({"smoothing": 0.1}, TypeError),
     ],
 )
@@ -644,7 +631,7 @@ def test_an_sfttrainer_of_another_version_of_trl_is_refused_by_name(fields, tmp_
     )
     arguments = transformers.TrainingArguments(str(tmp_path), **THREE_STEPS)
     arguments.loss_type = "chunked_nll"
-    with pytest.raises(ValueError, match=r"TRL 1\.9\.0.*install trl 1\.16"):
+    with pytest.raises(ValueError, match=r"TRL 1\.9\.0.*install trl 1\.15 or 1\.16"):
         patch_trainer(SFTTrainer(tiny(), arguments), label_smoothing=0.1)
 
 
@@ -657,14 +644,6 @@ def with_forward_of_trl(model):
     function = types.FunctionType(chunked_forward.__code__, {"__name__": "trl.models.utils"})
     model.forward = types.MethodType(function, model)
     return model
-
-
-def test_a_forward_of_any_version_of_trl_is_named():
-    with pytest.raises(TypeError, match=r"wrapped before patch_model by TRL.*patch_trainer"):
-        patch_model(with_forward_of_trl(tiny()), label_smoothing=0.2)
-    model = with_forward_of_trl(patch_model(tiny(), label_smoothing=0.2))
-    with pytest.raises(ValueError, match=r"TRL's SFTTrainer.*label_smoothing=0.2.*patch_trainer"):
-        model(batch()["input_ids"])
 
 
 def test_trls_output_has_the_loss_that_trl_reads_under_sequence_parallelism():
@@ -716,7 +695,7 @@ class Unpatching(transformers.TrainerCallback):
 
 
 def is_patched(model):
-    return hasattr(model, "_smoothce_model_forward")
+    return hasattr(model, "_smoothce_forward")
 
 
 @pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
@@ -729,20 +708,3 @@ def test_a_model_that_is_unpatched_while_it_trains_trains_on(event, tmp_path):
     patch_trainer(made, label_smoothing=0.2)
     made.train()
     assert made.state.global_step == 3 and not is_patched(model)
-
-
-def test_warnings_of_a_trainer_name_the_users_line(tmp_path):
-    with torch.device("meta"):
-        model = tiny()
-    made = with_callback(tmp_path, model=tiny(), beta=None)
-    made.model = model
-    with pytest.warns(UserWarning, match="when its first training batch comes") as caught:
-        patch_trainer(made, label_smoothing=0.1)
-    assert caught[0].filename == __file__
-    arguments = transformers.TrainingArguments(str(tmp_path), label_smoothing_factor=BETA, **UPDATE)
-    model = patch_model(tiny(), label_smoothing=BETA)
-    made = transformers.Trainer(model, arguments, train_dataset=uneven_rows())
-    with pytest.warns(UserWarning, match="no labels") as caught:
-        made.train()
-    (of_labels,) = (warning for warning in caught if "no labels" in str(warning.message))
-    assert of_labels.filename == __file__

@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 
-from smoothce.hf_patch.head_forward import HeadForward
-from smoothce.hf_patch.logit_map import LogitMap
-from smoothce.hf_patch.settings import LossSettings
-from smoothce.options import Options
+from smoothce.hf_patch.deferred_logits import DeferredLogits, Deferral
+from smoothce.hf_patch.head import LossSettings, patch_head
 
 
 class SmoothedLoss(ChunkedLossWrapper):
@@ -40,26 +38,21 @@ class SmoothedLoss(ChunkedLossWrapper):
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         super().__init__(config, compile_config=compile_config)
-        options = Options(
-            label_smoothing=config.label_smoothing,
-            softcap=config.softcap,
-            logit_scale=config.logit_scale,
-            z_loss=config.z_loss,
-            filter_eps=config.filter_eps,
-            workspace=config.workspace,
-            ignore_index=IGNORE_INDEX,
+        self.settings = LossSettings().with_keywords(
+            {
+                "label_smoothing": config.label_smoothing,
+                "softcap": config.softcap,
+                "logit_scale": config.logit_scale,
+                "z_loss": config.z_loss,
+                "filter_eps": config.filter_eps,
+                "workspace": config.workspace,
+            }
         )
-        # The head's forward takes scale and cap from the map; Options has checked them.
-        self.logit_map = LogitMap(options.logit_scale, options.softcap)
-        self.settings = LossSettings(options)
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         """The head, whose own forward computes the loss, so that FSDP2 gathers its weight."""
         super().set_lm_head(lm_head)
-        # torchtitan types its head as a Module; it is a Linear, or has its weight and bias.
-        head_forward = HeadForward(lm_head, self.settings, self.logit_map)  # type: ignore[arg-type]
-        # Not under `HeadForward.ATTRIBUTE`, since the model around it is not patched.
-        lm_head.forward = head_forward
+        patch_head(lm_head, self.settings)
 
     def __call__(
         self,
@@ -69,10 +62,14 @@ class SmoothedLoss(ChunkedLossWrapper):
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.lm_head is not None, "set_lm_head has not been called"
-        divisor: Tensor | int = 1  # Without a count torchtitan wants the sum.
-        if global_valid_tokens is not None:
-            divisor = global_valid_tokens
         # Not `pred.requires_grad`: hidden states of a frozen decoder need no gradient.
-        is_training = torch.is_grad_enabled()
-        loss = self.lm_head(pred, labels=labels, divisor=divisor, as_in_training=is_training)
+        deferral = Deferral(with_smoothing=torch.is_grad_enabled())
+        logits = DeferredLogits(self.lm_head, pred.flatten(0, -2), deferral)
+        if self.settings.logit_scale is not None:
+            logits = logits * self.settings.logit_scale
+        if self.settings.softcap is not None:
+            logits = (logits / self.settings.softcap).tanh() * self.settings.softcap
+        loss = logits.cross_entropy(labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        if global_valid_tokens is not None:
+            loss = loss / global_valid_tokens.clamp(min=1)
         return loss, {}

@@ -1,0 +1,441 @@
+"""What a model may do to its logits, against its own run with an `F.cross_entropy` that smooths."""
+
+import copy
+import inspect
+import io
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from smoothce import patch_model, unpatch_model
+from smoothce.hf_patch.patching import explain_model
+
+transformers = pytest.importorskip("transformers")
+tiny_models = pytest.importorskip("tiny_models")
+from families import smoothing_cross_entropy  # noqa: E402
+from tiny_models import VOCABULARY, assert_same, batch, expected, gradients, tiny  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
+
+BETA = 0.2
+
+
+class WithLoss(transformers.LlamaForCausalLM):
+    """A Llama whose logits and loss are made by two functions."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, loss_scale=None, **kwargs):
+        hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.make_logits(self, self.lm_head(hidden))
+        loss = None
+        if labels is not None:
+            loss = self.make_loss(logits, labels, attention_mask)
+            if loss_scale is not None:
+                loss = loss * loss_scale
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def with_loss(make_logits, make_loss=None):
+    model = tiny_models.tiny_of(WithLoss)
+    model.bias = torch.nn.Parameter(torch.linspace(-1, 1, VOCABULARY))
+    model.scale = torch.nn.Parameter(torch.tensor(0.5))
+    WithLoss.make_logits = staticmethod(make_logits)
+    WithLoss.make_loss = staticmethod(make_loss or shifted_mean)
+    return model
+
+
+def as_they_are(model, logits):
+    return logits
+
+
+def shifted_mean(logits, labels, mask):
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].flatten())
+
+
+def compare(model, data, **inputs):
+    """Loss and gradients of the patched model are upstream's with smoothing, and so are logits."""
+    with smoothing_cross_entropy(BETA):
+        upstream = model(**data, **inputs)
+    theirs = gradients(model, upstream.loss)
+    patch_model(model, label_smoothing=BETA)
+    outputs = model(**data, **inputs)
+    torch.testing.assert_close(outputs.loss, upstream.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(outputs.logits.dense(), upstream.logits, rtol=1e-4, atol=1e-5)
+    assert_same(gradients(model, outputs.loss), theirs)
+
+
+def in_place(model, logits):
+    logits = logits.float()
+    logits /= 3.0
+    logits.mul_(0.5)
+    return logits.tanh_() * 3.0
+
+
+LOGITS = {
+    "times a number": lambda model, logits: logits * 0.3,
+    "a number times": lambda model, logits: 0.3 * logits,
+    "by a tensor": lambda model, logits: logits / torch.tensor(2.0),
+    "a tensor times": lambda model, logits: torch.tensor([0.7]) * logits,
+    "capped": lambda model, logits: 2.0 * torch.tanh(logits.float() / 2.0),
+    "capped by a negative number": lambda model, logits: -2.0 * torch.tanh(logits / 2.0),
+    "scaled, capped and scaled": lambda model, logits: (logits * 0.5 / 2.0).tanh() * 2.0 * 1.5,
+    "in place": in_place,
+    "plus a bias": lambda model, logits: (logits + model.bias) * 0.5,
+    "a bias plus, capped": lambda model, logits: ((model.bias + logits) / 3.0).tanh() * 3.0,
+    "the whole vocabulary": lambda model, logits: logits[..., :VOCABULARY].contiguous().to("cpu"),
+}
+
+
+@pytest.mark.parametrize("make_logits", LOGITS.values(), ids=LOGITS)
+def test_what_is_made_of_logits(make_logits):
+    compare(with_loss(make_logits), batch())
+
+
+def of_masked_tokens(logits, labels, mask):
+    """As Qwen2-Audio and Gemma 3 leave out padding, whatever its labels are."""
+    chosen = mask[:, 1:] != 0
+    return torch.nn.CrossEntropyLoss()(logits[..., :-1, :][chosen], labels[:, 1:][chosen])
+
+
+LOSSES = {
+    "masked": of_masked_tokens,
+    "flattened": lambda logits, labels, mask: F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    ),
+    "transposed": lambda logits, labels, mask: F.cross_entropy(
+        logits[:, :-1].transpose(0, 1).reshape(-1, VOCABULARY), labels[:, 1:].T.flatten()
+    ),
+    "of the last row": lambda logits, labels, mask: F.cross_entropy(
+        logits[-1, :-1], labels[-1, 1:]
+    ),
+    "another token ignored": lambda logits, labels, mask: F.cross_entropy(
+        logits[:, :-1].reshape(-1, logits.size(-1)),
+        labels[:, 1:].clamp(min=0).flatten(),
+        ignore_index=0,
+    ),
+    "weighed by token": lambda logits, labels, mask: (
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+        * torch.linspace(0, 1, 24)
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("make_loss", LOSSES.values(), ids=LOSSES)
+def test_what_a_loss_takes(make_loss):
+    """Padding keeps its labels here, so that a mask counts."""
+    data = batch()
+    data["labels"] = data["input_ids"].clone()
+    compare(with_loss(as_they_are, make_loss), data)
+
+
+def test_an_argument_of_a_subclass_counts():
+    compare(with_loss(as_they_are), batch(), loss_scale=2.0)
+
+
+def log_probabilities(logits, labels, mask):
+    return F.nll_loss(logits[:, :-1].flatten(0, 1).log_softmax(-1), labels[:, 1:].flatten())
+
+
+def twice(logits, labels, mask):
+    return shifted_mean(logits, labels, mask) + shifted_mean(logits, labels, mask)
+
+
+def set_in_place(model, logits):
+    logits[..., 0] = -100.0
+    return logits
+
+
+REFUSED = {
+    "a trained scale": (lambda model, logits: logits * model.scale, None, "trained"),
+    "a scale an entry": (lambda model, logits: logits * model.bias, None, r"tensor of \(67,\)"),
+    "capped twice": (lambda model, logits: logits.tanh().tanh(), None, "capped twice"),
+    "a bias after the cap": (lambda model, logits: logits.tanh() + model.bias, None, "no bias"),
+    "another activation": (lambda model, logits: torch.sigmoid(logits), None, "sigmoid"),
+    "subtracted": (lambda model, logits: logits - model.bias, None, "__sub__"),
+    "set in place": (set_in_place, None, "__setitem__"),
+    "a part of the vocabulary": (lambda model, logits: logits[..., :9], None, "part of the voc"),
+    "a part in a view": (
+        lambda model, logits: logits,
+        lambda logits, labels, mask: F.cross_entropy(logits.view(-1), labels.flatten()),
+        "viewed",
+    ),
+    "log probabilities": (as_they_are, log_probabilities, r"\.log_softmax is read"),
+    "two losses": (as_they_are, twice, "by 2 cross-entropies"),
+    "no loss of logits": (
+        as_they_are,
+        lambda *_: torch.zeros((), requires_grad=True),
+        "by 0 cross",
+    ),
+    "classes weighed": (
+        as_they_are,
+        lambda logits, labels, mask: F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), weight=torch.ones(VOCABULARY)
+        ),
+        "weighs its classes",
+    ),
+    "smoothed already": (
+        as_they_are,
+        lambda logits, labels, mask: F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1
+        ),
+        "smooths its labels itself",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make_logits", "make_loss", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_followed_is_refused_and_upstream_goes_on(make_logits, make_loss, message):
+    model = with_loss(make_logits, make_loss)
+    patch_model(model, label_smoothing=BETA)
+    with pytest.raises(ValueError, match=message):
+        model(**batch())
+    assert isinstance(unpatch_model(model)(batch()["input_ids"]).logits, torch.Tensor)
+
+
+def test_a_given_scale_or_cap_has_to_be_the_models():
+    name = "Gemma2ForCausalLM"
+    patch_model(tiny(name), softcap=1.5, logit_scale=None)(**batch())
+    for wrong in ({"softcap": 3.0}, {"softcap": None}, {"logit_scale": 2.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            patch_model(tiny(name), **wrong)(**batch())
+
+
+def test_token_weights_are_an_argument_of_the_forward():
+    """They belong to labels, and go wherever the model takes these."""
+    model, data = patch_model(tiny(), label_smoothing=BETA), batch()
+    assert "token_weights" in inspect.signature(model.forward).parameters
+    weights = torch.rand(data["labels"].shape)
+    logits = tiny()(data["input_ids"], attention_mask=data["attention_mask"]).logits
+    each = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1),
+        data["labels"][:, 1:].flatten(),
+        label_smoothing=BETA,
+        reduction="none",
+    )
+    valid = (data["labels"][:, 1:] != -100).flatten()
+    want = (each * weights[:, 1:].flatten()).sum() / weights[:, 1:].flatten()[valid].sum()
+    torch.testing.assert_close(model(**data, token_weights=weights).loss, want)
+    shifted = F.pad(data["labels"][:, 1:], (0, 1), value=-100)
+    moved = F.pad(weights[:, 1:], (0, 1))
+    given = {**data, "shift_labels": shifted, "token_weights": moved}
+    torch.testing.assert_close(model(**given).loss, want)
+    with pytest.raises(ValueError, match=r"token_weights must have the labels' shape \(3, 9\)"):
+        model(**data, token_weights=weights[:, 1:])
+    other = with_loss(
+        as_they_are,
+        lambda logits, labels, mask: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+    )
+    with pytest.raises(ValueError, match="token_weights have lost theirs"):
+        patch_model(other)(**data, token_weights=weights)
+
+
+@pytest.mark.parametrize("first", ["patch", "adapter"])
+def test_an_adapter_on_the_head_is_refused(first):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    model = patch_model(tiny()) if first == "patch" else tiny()
+    model = peft.get_peft_model(model, config)
+    with pytest.raises(TypeError, match="head carries an adapter"):
+        patch_model(model) if first == "adapter" else model.train()(**batch())
+
+
+@pytest.mark.parametrize("first", ["patch", "adapter"])
+def test_a_head_that_is_trained_as_a_whole_beside_adapters(first):
+    """`modules_to_save`, as TRL sets it where a chat template brings new tokens."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
+    plain = peft.get_peft_model(tiny(), config).train()
+    theirs = gradients(plain, expected(plain, batch(), BETA))
+    assert any("lm_head.modules_to_save" in name for name in theirs)
+    model = tiny()
+    if first == "patch":
+        patch_model(model, label_smoothing=BETA)
+    model = peft.get_peft_model(model, config).train()
+    model.load_state_dict(plain.state_dict())
+    if first == "adapter":
+        patch_model(model, label_smoothing=BETA)
+    assert_same(gradients(model, model(**batch()).loss), theirs)
+    unpatch_model(model)
+    assert isinstance(model(**batch()).logits, torch.Tensor)
+
+
+def test_a_model_that_accelerate_has_unwrapped(tmp_path):
+    """`keep_fp32_wrapper=False` binds the forward anew, to this model or to a copy of it."""
+    accelerate = pytest.importorskip("accelerate")
+    want = patch_model(tiny(), label_smoothing=BETA)(**batch()).loss
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    model = accelerator.prepare_model(patch_model(tiny(), label_smoothing=BETA))
+    assert model(**batch()).loss.dtype == torch.float32
+    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    torch.testing.assert_close(model(**batch()).loss, want)
+    copied = copy.deepcopy(model)
+    copied(**batch()).loss.backward()
+    assert copied.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
+    plain = unpatch_model(model)(**batch())
+    torch.testing.assert_close(plain.loss, tiny()(**batch()).loss)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_with_hooks_of_accelerates(when):
+    """As `device_map` puts them on; whoever puts them on again leaves the patch in place."""
+    accelerate = pytest.importorskip("accelerate")
+    want = patch_model(tiny(), label_smoothing=BETA)(**batch()).loss
+    model = tiny()
+    if when == "after":
+        patch_model(model, label_smoothing=BETA)
+    model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    if when == "before":
+        patch_model(model, label_smoothing=BETA)
+        model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    torch.testing.assert_close(model(**batch()).loss, want)
+    unpatch_model(model)
+    torch.testing.assert_close(model(**batch()).loss, tiny()(**batch()).loss)
+
+
+def test_hooks_on_the_head_never_see_or_change_the_loss():
+    model = patch_model(tiny(), label_smoothing=BETA)
+    want = model(**batch()).loss
+    calls = []
+    looks = model.lm_head.register_forward_hook(lambda *_: calls.append("called"))
+    torch.testing.assert_close(model(**batch()).loss, want)
+    assert calls == ["called"]
+    looks.remove()
+    for change in (lambda *_: torch.ones(()), lambda module, inputs, output: output["loss"]):
+        hook = model.lm_head.register_forward_hook(change)
+        with pytest.raises(ValueError, match="a forward hook on the head"):
+            model(**batch())
+        hook.remove()
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
+    with pytest.raises(TypeError):
+        model(**batch())
+    hook.remove()
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    plain = tiny()
+    plain.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    torch.testing.assert_close(model(**batch()).loss, expected(plain, batch(), BETA))
+
+
+def test_logits_after_a_step_are_computed_where_they_are_asked_for():
+    model = patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=BETA)
+    outputs = model(**batch())
+    assert outputs.logits.shape == (3, 9, VOCABULARY)
+    torch.testing.assert_close(
+        outputs.logits.dense(), tiny("Gemma2ForCausalLM")(**batch()).logits.detach()
+    )
+    assert not outputs.logits.dense().requires_grad
+    with pytest.raises(ValueError, match=r"\.argmax is read of the logits.*\.dense\(\)"):
+        outputs.logits.argmax(-1)
+    assert not hasattr(outputs.logits, "argmax")
+
+
+def test_a_patched_model_says_so(caplog):
+    caplog.set_level("INFO", logger="smoothce")
+    model = patch_model(tiny(), label_smoothing=BETA, filter_eps=0.01)
+    (record,) = caplog.records
+    assert record.getMessage() == "LlamaForCausalLM: label_smoothing=0.2, filter_eps=0.01"
+    assert "label_smoothing=0.2" in repr(model)
+    assert explain_model(model).startswith("LlamaForCausalLM trains with label_smoothing=0.2")
+    with pytest.raises(TypeError, match="LlamaForCausalLM is not patched"):
+        explain_model(unpatch_model(model))
+
+
+def test_a_head_that_was_replaced_since_is_named():
+    model = patch_model(tiny(), label_smoothing=BETA)
+    model.resize_token_embeddings(VOCABULARY + 1)
+    with pytest.raises(TypeError, match="head was replaced after patch_model"):
+        model(**batch())
+    unpatch_model(model)(**batch())
+
+
+def test_who_trains_around_the_loss_is_told():
+    """A forward in the place of the patched one would train without smoothing in silence."""
+    model, data = patch_model(tiny(), label_smoothing=BETA), batch()
+    ids = data["input_ids"]
+    with pytest.warns(UserWarning, match=r"no labels.*unpatch_model"):
+        model(ids)
+    with pytest.warns(UserWarning, match=r"around its loss.*patch_trainer"):
+        model.model(ids)
+    with pytest.warns(UserWarning, match=r"evaluation mode.*model\.train\(\)"):
+        model.eval()(**data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train()(ids), model.model(ids), model.eval()(**data)  # once each
+        model.train()(**data).loss.backward()
+        model.generate(ids, max_new_tokens=2)
+        patch_model(tiny()).eval()(**data)  # nothing to smooth
+        patch_model(tiny(), label_smoothing=BETA).eval().requires_grad_(False)(**data)
+
+    def another_forward(self, input_ids, **inputs):
+        return self.model(input_ids)
+
+    model.forward = another_forward.__get__(model)
+    with pytest.raises(ValueError, match=r"without label_smoothing=0.2.*unpatch_model\(model\)"):
+        model.train()(**data)
+
+
+@pytest.mark.parametrize("items", [7.0, torch.tensor(7.0)])
+def test_a_count_of_items_may_be_a_float(items):
+    model = patch_model(tiny(), label_smoothing=BETA)
+    want = expected(tiny(), batch(), BETA, "sum") / 7
+    torch.testing.assert_close(model(**batch(), num_items_in_batch=items).loss, want)
+
+
+def test_a_sum_beside_an_auxiliary_loss_is_refused():
+    model = patch_model(tiny("MixtralForCausalLM", output_router_logits=True), reduction="sum")
+    with pytest.raises(ValueError, match="output_router_logits"):
+        model(**batch())
+
+
+@pytest.mark.skipif(not hasattr(transformers, "PaliGemmaConfig"), reason="an older transformers")
+@pytest.mark.parametrize("mode", ["image", "text"])
+def test_labels_that_choose_a_mask_choose_it_still(mode):
+    """PaliGemma takes labels for the sign that a suffix is causal."""
+    text = {**tiny_models.SHAPE, "model_type": "gemma"}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+        "vocab_size": 67,
+        "projection_dim": 16,
+    }
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config=vision, projection_dim=16, image_token_index=66
+    )
+    config.image_token_id = 66
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.PaliGemmaForConditionalGeneration(config).train()
+    for parameter in model.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    data = batch()
+    data["labels"] = data["input_ids"].clone()
+    data["token_type_ids"] = torch.ones_like(data["input_ids"])
+    data["token_type_ids"][:, :5] = 0
+    if mode == "image":
+        data["input_ids"][:, 4:].clamp_(max=65)
+        data["input_ids"][:, :4] = 66
+        data["labels"][:, :4] = -100
+        data["pixel_values"] = torch.randn(3, 3, 8, 8)
+    compare(model, data)
+
+
+def test_a_saved_model_comes_back_patched():
+    """As from `torch.save`, or sent to another process: with its settings, and undone likewise."""
+    target = torch.rand(VOCABULARY).softmax(0)
+    model = patch_model(tiny(), label_smoothing=0.1, smoothing_target=target)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False).train()
+    found = loaded(**batch())
+    assert torch.equal(found.loss, model(**batch()).loss)
+    found.loss.backward()
+    assert loaded.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
+    unpatch_model(loaded)
+    assert type(loaded.lm_head) is torch.nn.Linear and "forward" not in vars(loaded)
+    assert torch.equal(loaded(**batch()).logits, unpatch_model(model)(**batch()).logits)
