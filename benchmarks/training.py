@@ -1,4 +1,4 @@
-"""How fast the sweeps' trainer is beside what a user would pick instead, in one run.
+"""How fast TRL trains with this project's loss, with its own, and beside the sweeps' trainer.
 
     python benchmarks/training.py --alpaca alpaca_data.json --out FOLDER          # one CUDA GPU
     python benchmarks/training.py --alpaca alpaca_data.json --out FOLDER --models llama-8b --gpus 2
@@ -6,34 +6,24 @@
 Every trainer fine-tunes the same model (random weights of a real shape), on the same conversations
 with the same tokens, 64 conversations an update, AdamW over fp32 weights with bf16 computation,
 gradients clipped at a norm of 1, a learning rate that falls linearly from its first update.
-(Unsloth chooses its weights' dtype itself, and ours-lora freezes weights of bf16.)
 FOLDER/training.jsonl grows by a row a trial, with its date, card, versions and commit; a trial that
 fails, or a library that is not installed, is a row with its reason. The table comes last. What an
-earlier call left of a trial in FOLDER is deleted when the trial begins, its caches and its profile
-too. Model and tokenizer stay, unless the model's shape, the chat template or the conversations are
-others than before: --steps and --conversations, for example, change how many conversations there
-are.
+earlier call left of a trial in FOLDER is deleted when the trial begins. Model and tokenizer stay,
+unless the model's shape, the chat template or the conversations are others than before.
 
-Not the same: the sweeps' trainer packs an update into rows without padding. The others have
-micro-batches of 16 conversations (of 8 with llama-8b), which nothing tunes to the memory that is
-free, and pad them, all but trl-padding-free. TRL also takes accuracy and entropy of every
-micro-batch, and waits for the GPU to count its tokens; the sweeps' trainer counts them on the CPU.
-Conversations come in an order of each trainer's own.
+A trainer's name says what it has; the step is TRL's, and the smoothing comes last:
 
-Trainers:
+    trl             TRL's SFTTrainer as it comes: padded micro-batches of 16 (of 8 with llama-8b)
+    padding-free    the conversations of an update in one pass, end to end (padding_free=True)
+    packed          padding-free with smoothce.use_packed_attention
+    compiled        packed, with torch.compile on each layer
+    sweeps          the sweeps' trainer: packed, compiled, with smoothce's loss at β = 0.1
+    …-theirs        with TRL's own smoothing, label_smoothing_factor=0.1
+    …-ours          with smoothce.patch_trainer, label_smoothing=0.1
 
-    ours            the sweeps' trainer: packed rows, smoothce's loss, layers not compiled
-    ours-compiled   the same with torch.compile on each layer
-    ours-smoothed   ours-compiled at β = 0.1; the others are at β = 0
-    ours-zero3      ours, sharded by DeepSpeed's ZeRO-3; on one GPU left out unless it is named
-    ours-lora       ours with LoRA of rank 16 over frozen bf16 weights; left out unless it is named
-    trl             TRL's SFTTrainer as it comes
-    trl-liger       with Liger's layers (use_liger_kernel) and TRL's own loss, since TRL 1.16 does
-                    not use Liger's loss
-    trl-patched     with patch_trainer: smoothce's loss in the place of TRL's own
-    trl-grouped     with conversations of like lengths together, so that less is padding
-    trl-padding-free  with padding_free over FlashAttention 2, which it needs
-    unsloth         Unsloth's FastLanguageModel under SFTTrainer, all weights trained
+Not the same: TRL takes accuracy and entropy of every micro-batch, and waits for the GPU to count
+its tokens; the sweeps' trainer counts them on the CPU. Conversations come in an order of each
+trainer's own.
 
 Columns: tokens/s (tokens that are no padding, median over updates after the third), milliseconds an
 update (a mean update's tokens at that pace), MFU (model FLOP utilisation, about: (6 N + 6 V D t + 6
@@ -41,16 +31,11 @@ L H d · s) · tokens/s over the peak of --peak, for N weights of linear maps in
 the classifier, t the share of tokens that are targets of the loss, L layers of H heads of d
 dimensions, and s the mean number of tokens of a conversation, which counts long conversations'
 attention too low), the peak of allocated GPU memory, seconds until the first update is done, and
-the mean loss of the last quarter of updates. Of ours-lora MFU is up to half too high, because
-frozen weights get no gradient. A row of training.jsonl also has t as `learnt`, s as `mean_length`,
-and --conversations, which are those of one update, as `conversations`.
+the mean loss of the last quarter of updates. A row of training.jsonl also has t as `learnt`, s as
+`mean_length`, and --conversations, which are those of one update, as `conversations`.
 
 The tokenizer is a BPE trained on the data, so that tokens are about as long as usual. A file with
 fewer conversations than all updates need is repeated.
-
-With --profile, TRL's and Unsloth's trials also write FOLDER/MODEL.TRAINER.profile.txt: which share
-of the tokens is padding, in all updates until the profile ends; and, by torch.profiler over two
-updates after the third, for how long the GPU computes and where that time goes.
 """
 
 import argparse
@@ -81,18 +66,7 @@ WARM_UP = 3  # updates that are not timed: kernels are compiled and chosen in th
 CLIP_GRADIENT_NORM = 1.0
 KILL_PATIENCE = 60.0  # seconds until a process that does not die of KILL is left behind
 # The packages whose versions stand in a row, where they are installed.
-VERSIONS = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "trl",
-    "liger_kernel",
-    "unsloth",
-    "deepspeed",
-    "peft",
-    "flash_attn",
-)
-PROFILED = 2  # updates that --profile looks at, after the warm-up
+VERSIONS = ("torch", "triton", "transformers", "accelerate", "trl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,57 +179,40 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One of the trainers that are compared, and what tells it from the others of its kind."""
+    """One of the trainers that are compared."""
 
-    kind: str  # sweeps, trl or unsloth
-    needs: tuple[str, ...]  # packages
-    settings: dict[str, Any]  # of the sweep's `train:`, or of SFTConfig
-    deepspeed: str | None = None  # a file of the project, by which the sweeps' trainer shards
-    attention: str | None = None  # of transformers' model under TRL; None: its default
-    is_patched: bool = False  # whether TRL's trainer gets smoothce's loss
-    only_if_named: bool = False  # left out on one GPU where --trainers names none
+    step: str  # sweeps, trl, padding-free, packed or compiled
+    smoothing: str = "none"  # none, theirs or ours
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether an update's conversations are one micro-batch, end to end."""
+        return self.step not in ("trl", "sweeps")
 
 
-# A further trainer under TRL's SFTTrainer is an entry here, a line in the docstring above, its
-# packages in VERSIONS, and in DEFAULT_ON_SEVERAL_GPUS if it belongs to that comparison; another
-# loader belongs into `load_for_trl`. One of another kind also needs a function like `train_by_trl`,
-# and an entry of TRAINING. Every kind but "sweeps" is started by torchrun on several GPUs
-# (`trial_command`).
 TRAINERS = {
-    "ours": Contender("sweeps", (), {"compile": False}),
-    "ours-compiled": Contender("sweeps", (), {"compile": True}),
-    "ours-smoothed": Contender("sweeps", (), {"compile": True, "label_smoothing": 0.1}),
-    "ours-zero3": Contender(
-        "sweeps",
-        ("deepspeed",),
-        {"compile": False},
-        deepspeed="configs/deepspeed/zero3.json",
-        only_if_named=True,
-    ),
-    "ours-lora": Contender(
-        "sweeps",
-        ("peft",),
-        {"compile": False, "lora": {"r": 16, "alpha": 32}},
-        only_if_named=True,
-    ),
-    "trl": Contender("trl", ("trl",), {}),
-    "trl-liger": Contender("trl", ("trl", "liger_kernel"), {"use_liger_kernel": True}),
-    "trl-patched": Contender("trl", ("trl",), {}, is_patched=True),
-    "trl-grouped": Contender("trl", ("trl",), {"train_sampling_strategy": "group_by_length"}),
-    "trl-padding-free": Contender(
-        "trl", ("trl", "flash_attn"), {"padding_free": True}, attention="flash_attention_2"
-    ),
-    "unsloth": Contender("unsloth", ("trl", "unsloth"), {}),
+    "trl": Contender("trl"),
+    "trl-theirs": Contender("trl", "theirs"),
+    "trl-ours": Contender("trl", "ours"),
+    "padding-free": Contender("padding-free"),
+    "packed": Contender("packed"),
+    "packed-theirs": Contender("packed", "theirs"),
+    "packed-ours": Contender("packed", "ours"),
+    "compiled": Contender("compiled"),
+    "compiled-theirs": Contender("compiled", "theirs"),
+    "compiled-ours": Contender("compiled", "ours"),
+    "sweeps": Contender("sweeps", "ours"),
 }
-# What is compared by default with --gpus above 1. Every trainer that is named is sharded there.
-DEFAULT_ON_SEVERAL_GPUS = ("ours", "ours-zero3", "trl", "trl-liger", "trl-patched")
+BETA = 0.1
 
 
 def main() -> int:
     """Run every trial in a process of its own; print the table."""
     arguments = parse()
     if arguments.trial:
-        return TRAINING[TRAINERS[arguments.trial].kind](arguments)
+        if TRAINERS[arguments.trial].step == "sweeps":
+            return train_by_sweeps(arguments)
+        return train_by_trl(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = []
     for model_name in arguments.models:
@@ -310,7 +267,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--alpaca", type=Path, required=True, help="alpaca_data.json")
     parser.add_argument("--out", type=Path, required=True, help="models, runs and training.jsonl")
     parser.add_argument("--models", nargs="+", default=["qwen-1.5b", "llama-1b"], choices=MODELS)
-    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, help="default: all that apply")
+    parser.add_argument("--trainers", nargs="+", default=list(TRAINERS), choices=TRAINERS)
     parser.add_argument("--gpus", type=int, default=1, help="above 1: sharded by FSDP2 or ZeRO-3")
     parser.add_argument("--steps", type=int, default=24, help="updates of a trial")
     parser.add_argument(
@@ -323,31 +280,21 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--limit", type=int, default=600, help="seconds of a trial")
     parser.add_argument("--peak", type=float, default=989e12, help="FLOP/s of a GPU; H100 SXM's")
-    parser.add_argument("--profile", action="store_true", help="of TRL's and Unsloth's trials")
     parser.add_argument("--trial", choices=TRAINERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.trainers is None:
-        default_on_one_gpu = [
-            name for name, trainer in TRAINERS.items() if not trainer.only_if_named
-        ]
-        if arguments.gpus > 1:
-            arguments.trainers = list(DEFAULT_ON_SEVERAL_GPUS)
-        else:
-            arguments.trainers = default_on_one_gpu
     refuse_too_few_updates(parser, arguments)
     refuse_uneven_updates(parser, arguments)
     return arguments
 
 
 def refuse_too_few_updates(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End the program where no update would be timed, or none be left to profile."""
+    """End the program where no update would be timed."""
     least = WARM_UP + 1
-    reason = f"the first {WARM_UP} updates are not timed"
-    if arguments.profile:
-        least = WARM_UP + PROFILED
-        reason = f"--profile looks at {PROFILED} updates after the first {WARM_UP}"
     if arguments.steps < least:
-        parser.error(f"--steps {arguments.steps}: {least} or more are needed, since {reason}")
+        parser.error(
+            f"--steps {arguments.steps}: {least} or more are needed, since the first {WARM_UP} "
+            "updates are not timed"
+        )
 
 
 def refuse_uneven_updates(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -444,13 +391,11 @@ def training_data(arguments: argparse.Namespace) -> list[dict[str, str]]:
 
 def run_trial(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train once in a new process, or in one for each GPU; returns a row's figures."""
-    absent = [package for package in TRAINERS[trainer_name].needs if not importable(package)]
-    if absent:
-        return {"failed": f"not installed: {', '.join(absent)}"}
+    if TRAINERS[trainer_name].step != "sweeps" and not importable("trl"):
+        return {"failed": "not installed: trl"}
     result = arguments.out / f"{model_name}.{trainer_name}.json"
     result.unlink(missing_ok=True)
     tokens_file(model_name, trainer_name, arguments).unlink(missing_ok=True)
-    profile_file(model_name, trainer_name, arguments).unlink(missing_ok=True)
     shutil.rmtree(arguments.out / "runs" / f"{model_name}.{trainer_name}", ignore_errors=True)
     cache = cache_folder(model_name, trainer_name, arguments)
     shutil.rmtree(cache, ignore_errors=True)
@@ -484,15 +429,13 @@ def trial_command(model_name: str, trainer_name: str, arguments: argparse.Namesp
     """The command of a trial, whose process this script recognizes by --trial."""
     command = [sys.executable]
     # The sweeps' trainer starts its ranks itself.
-    if arguments.gpus > 1 and TRAINERS[trainer_name].kind != "sweeps":
+    if arguments.gpus > 1 and TRAINERS[trainer_name].step != "sweeps":
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", arguments.gpus]
     command += [__file__, "--trial", trainer_name, "--models", model_name]
     command += ["--alpaca", arguments.alpaca, "--out", arguments.out]
     command += ["--gpus", arguments.gpus, "--steps", arguments.steps]
     command += ["--conversations", arguments.conversations_per_update]
-    if arguments.profile:
-        command.append("--profile")
     return [str(word) for word in command]
 
 
@@ -619,13 +562,14 @@ def sweep_of(model_name: str, trainer_name: str, arguments: argparse.Namespace) 
             "lr_scheduler_type": "linear",
             "warmup_ratio": 0.0,
             "weight_decay": 0.0,
-            **TRAINERS[trainer_name].settings,
+            "compile": True,
+            "label_smoothing": BETA,
         },
-        "world": world_of(trainer_name, arguments.gpus),
+        "world": world_of(arguments.gpus),
     }
 
 
-def world_of(trainer_name: str, gpus: int) -> dict[str, Any]:
+def world_of(gpus: int) -> dict[str, Any]:
     """The sweep's `world:`: how many processes train, how they share the model, and in what."""
     import torch
 
@@ -633,10 +577,7 @@ def world_of(trainer_name: str, gpus: int) -> dict[str, Any]:
         "processes_per_node": gpus,
         "mixed_precision": "bf16" if torch.cuda.is_available() else "no",
     }
-    deepspeed = TRAINERS[trainer_name].deepspeed
-    if deepspeed:
-        world["deepspeed"] = str(PROJECT / deepspeed)
-    elif gpus > 1:
+    if gpus > 1:
         world["fsdp"] = str(PROJECT / "configs" / "fsdp" / "fsdp2.json")
     return world
 
@@ -739,27 +680,32 @@ def data_totals(model_name: str, arguments: argparse.Namespace) -> DataTotals:
 
 def train_by_trl(arguments: argparse.Namespace) -> int:
     """Train by TRL's SFTTrainer, on conversations that are tokenised already."""
-    (model_name,) = arguments.models
-    trainer_name = arguments.trial
-    model, tokenizer = load_for_trl(model_name, trainer_name, arguments)
     import torch
+    import transformers
     from trl import SFTTrainer
 
+    from smoothce import patch_trainer, use_packed_attention
+
+    (model_name,) = arguments.models
+    trainer_name = arguments.trial
+    contender = TRAINERS[trainer_name]
+    folder = model_folder(model_name, arguments)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     clock = stopwatch()
-    callbacks = [clock]
-    if arguments.profile and trl_rank() == 0:
-        callbacks.append(profiler(profile_file(model_name, trainer_name, arguments)))
     trainer = SFTTrainer(
         model,
         args=trl_config(model_name, trainer_name, arguments),
         train_dataset=tokens_for_trl(model_name, trainer_name, arguments),
-        processing_class=tokenizer,
-        callbacks=callbacks,
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        callbacks=[clock],
     )
-    if TRAINERS[trainer_name].is_patched:
-        from smoothce import patch_trainer
-
-        patch_trainer(trainer)
+    if contender.step in ("packed", "compiled"):
+        use_packed_attention(model)
+    if contender.step == "compiled":
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
+    if contender.smoothing == "ours":
+        patch_trainer(trainer, label_smoothing=BETA)
     trainer.train()
     if not trainer.is_world_process_zero():
         return 0
@@ -782,27 +728,6 @@ def median_pace(marks: list[tuple[float, int]]) -> float:
     return statistics.median(paces)
 
 
-def load_for_trl(
-    model_name: str, trainer_name: str, arguments: argparse.Namespace
-) -> tuple[Any, Any]:
-    """The model and its tokenizer, by Unsloth where that is what is measured."""
-    folder = model_folder(model_name, arguments)
-    if TRAINERS[trainer_name].kind == "unsloth":
-        from unsloth import FastLanguageModel  # before trl, which it patches
-
-        return FastLanguageModel.from_pretrained(
-            str(folder), max_seq_length=2048, load_in_4bit=False, full_finetuning=True
-        )
-    import torch
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=TRAINERS[trainer_name].attention
-    )
-    return model, tokenizer
-
-
 def trl_config(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Any:
     """The trainer's arguments."""
     import torch
@@ -814,7 +739,10 @@ def trl_config(model_name: str, trainer_name: str, arguments: argparse.Namespace
         file = PROJECT / "configs" / "fsdp" / "fsdp2.json"
         sharding = {"fsdp": True, "fsdp_config": json.loads(file.read_text())}
     conversations_per_gpu = arguments.conversations_per_update // arguments.gpus
-    micro_batch = min(MODELS[model_name].micro_batch, conversations_per_gpu)
+    contender = TRAINERS[trainer_name]
+    micro_batch = conversations_per_gpu
+    if not contender.in_one_pass:
+        micro_batch = min(MODELS[model_name].micro_batch, conversations_per_gpu)
     return SFTConfig(
         str(arguments.out / "runs" / f"{model_name}.{trainer_name}"),
         max_steps=arguments.steps,
@@ -834,19 +762,15 @@ def trl_config(model_name: str, trainer_name: str, arguments: argparse.Namespace
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         include_num_input_tokens_seen="non_padding",
+        padding_free=contender.in_one_pass,
+        label_smoothing_factor=BETA if contender.smoothing == "theirs" else 0.0,
         **sharding,
-        **TRAINERS[trainer_name].settings,
     )
 
 
 def tokens_file(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Path:
     """What the first rank writes for the others. `run_trial` deletes one that is there before."""
     return arguments.out / f"{model_name}.{trainer_name}.tokens.jsonl"
-
-
-def profile_file(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Path:
-    """What --profile found of a trial. `run_trial` deletes one that is there before."""
-    return arguments.out / f"{model_name}.{trainer_name}.profile.txt"
 
 
 def cache_folder(model_name: str, trainer_name: str, arguments: argparse.Namespace) -> Path:
@@ -892,63 +816,6 @@ def stopwatch() -> Any:
             self.marks.append((time.monotonic(), int(state.num_input_tokens_seen)))
 
     return Stopwatch()
-
-
-def profiler(out: Path) -> Any:
-    """A callback that profiles two updates after the warm-up, and writes what it found to `out`."""
-    import torch
-    import transformers
-
-    class Profiler(transformers.TrainerCallback):
-        def __init__(self) -> None:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self.profile = torch.profiler.profile(activities=activities)
-            self.began = 0.0
-            self.tokens = 0
-            self.padding = 0
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            given["model"].register_forward_pre_hook(self.count, with_kwargs=True)
-
-        def count(self, module: Any, positional: Any, named: dict[str, Any]) -> None:
-            mask = named.get("attention_mask")
-            if mask is not None:
-                self.tokens += mask.numel()
-                self.padding += int((mask == 0).sum())
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if state.global_step == WARM_UP:
-                self.profile.start()
-                self.began = time.monotonic()
-            elif state.global_step == WARM_UP + PROFILED:
-                seconds = time.monotonic() - self.began
-                self.profile.stop()
-                self.write(seconds)
-
-        def write(self, seconds: float) -> None:
-            events = self.profile.key_averages()
-            busy = 0.0
-            for event in events:
-                # Operators count their kernels' time once more.
-                if event.device_type == torch.autograd.DeviceType.CUDA:
-                    busy += event.self_device_time_total / 1e6
-            padding = self.padding / max(1, self.tokens)
-            lines = [
-                f"padding: {padding:.1%} of the batches' tokens",
-                f"{PROFILED} updates took {seconds:.2f} s under the profiler",
-                f"the GPU computed for {busy:.2f} s of it",
-                events.table(sort_by="self_device_time_total", row_limit=25),
-            ]
-            out.write_text("\n".join(lines))
-
-    return Profiler()
-
-
-TRAINING = {"sweeps": train_by_sweeps, "trl": train_by_trl, "unsloth": train_by_trl}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

@@ -6,6 +6,7 @@ from smoothce.hf_patch import patch_model, patch_trainer, unpatch_model
 from smoothce.linear_cross_entropy import explain, linear_cross_entropy
 from smoothce.module import LinearCrossEntropy
 from smoothce.options import TokenStatistics
+from smoothce.packed_attention import use_packed_attention
 from smoothce.token_mean import token_mean_factor
 from smoothce.token_statistics import token_statistics
 
@@ -25,6 +26,7 @@ __all__ = [
     "token_mean_factor",
     "token_statistics",
     "unpatch_model",
+    "use_packed_attention",
 ]
 
 

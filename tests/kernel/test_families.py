@@ -3,8 +3,8 @@
 import pytest
 
 pytest.importorskip("transformers")
-import families  # noqa: E402
-import transformers  # noqa: E402
+import families
+import transformers
 
 
 @pytest.mark.parametrize("name", ["GptOssForCausalLM", "MiniCPM3ForCausalLM", "OPTForCausalLM"])

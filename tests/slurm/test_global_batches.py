@@ -12,7 +12,6 @@ from training_runs import dataset_of_lengths, windowed_gemma
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from smoothce import patch_model
-from sweeps.training.attention import use_packed_attention
 from sweeps.training.global_batches import GlobalBatchDataset
 
 
@@ -97,7 +96,6 @@ def test_packed_loss_and_gradients_are_those_of_each_conversation_alone():
     one_by_one = [dataset.collate([conversation]) for conversation in range(6)]
     expected_loss, expected_gradients = loss_and_gradients(model, one_by_one)
 
-    assert use_packed_attention(model, gpu=False, half_precision=False) is None
     dataset.use_packing(row_multiple=64)
     packed = [dataset.collate(row) for row in ([4, 0, 3], [2, 5, 1], [])]
     assert all(batch["input_ids"].shape[1] % 64 == 0 for batch in packed)

@@ -40,8 +40,7 @@ from sweeps.runs import files
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
-from sweeps.training import attention, checkpoint, fit, hf_backend, hf_trainer
-from sweeps.training.attention import use_packed_attention
+from sweeps.training import checkpoint, fit, hf_backend, hf_trainer, model_loading
 from sweeps.training.callbacks import StopSignal
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset
@@ -731,14 +730,17 @@ def test_shares_of_other_tokens_are_refused(sweep_file, tiny, tmp_path, kind):
 def test_flash_attn_is_taken_where_it_is_installed(monkeypatch):
     model = windowed_gemma()
     chosen: list[str] = []
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(model_loading, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(model, "set_attn_implementation", chosen.append)
-    assert use_packed_attention(model, gpu=True, half_precision=True) is None
+    assert model_loading.try_packing(model, TrainOptions(), gpu=True, half_precision=True)
     assert chosen == ["flash_attention_2"]
 
 
-def test_what_torchs_flash_attention_cannot_do_is_padded():
+def test_what_packed_attention_cannot_do_is_padded(capsys):
     model = windowed_gemma()
-    assert "16 bits" in use_packed_attention(model, gpu=True, half_precision=False)
+    options = TrainOptions()
+    assert not model_loading.try_packing(model, options, gpu=True, half_precision=False)
     model.config.attn_logit_softcapping = 50.0
-    assert "caps its scores" in use_packed_attention(model, gpu=True, half_precision=True)
+    assert not model_loading.try_packing(model, options, gpu=True, half_precision=True)
+    said = capsys.readouterr().out
+    assert "16 bits" in said and "caps its scores" in said

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 
-from smoothce.hf_patch.deferred_logits import DeferredLogits, Deferral
+from smoothce.hf_patch.deferred_logits import Deferral, DeferredLogits
 from smoothce.hf_patch.head import LossSettings, patch_head
 
 

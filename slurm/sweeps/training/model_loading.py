@@ -11,11 +11,12 @@ from accelerate import init_empty_weights
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from calibeval.engines import load
 from calibeval.io import InputError, sha256
+from smoothce import use_packed_attention
 from smoothce.checks import check_target
-from sweeps.training.attention import use_packed_attention
 from sweeps.training.global_batches import GlobalBatchDataset
 from sweeps.training.hf_backend import auxiliary_loss_problem
 from sweeps.training.options import LoraOptions, TrainOptions
@@ -193,8 +194,17 @@ def try_packing(
         wanted = gpu and half_precision
     if not wanted:
         return False
-    obstacle = use_packed_attention(model, gpu=gpu, half_precision=half_precision)
-    if obstacle is not None:
+    if not gpu:  # transformers itself masks other conversations
+        return True
+    if not half_precision:
+        print_once("packing: off: flash attention needs 16 bits: set world.mixed_precision=bf16")
+        return False
+    if is_flash_attn_2_available():
+        model.set_attn_implementation("flash_attention_2")
+        return True
+    try:
+        use_packed_attention(model)
+    except ValueError as obstacle:
         print_once(f"packing: off: {obstacle}")
         return False
     return True
