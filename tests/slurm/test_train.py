@@ -732,13 +732,14 @@ def test_flash_attn_is_taken_where_it_is_installed(monkeypatch):
     chosen: list[str] = []
     monkeypatch.setattr(model_loading, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(model, "set_attn_implementation", chosen.append)
-    assert model_loading.try_packing(model, TrainOptions(), gpu=True, half_precision=True)
+    options = TrainOptions.model_construct(packing=True)
+    assert model_loading.try_packing(model, options, gpu=True, half_precision=True)
     assert chosen == ["flash_attention_2"]
 
 
 def test_what_packed_attention_cannot_do_is_padded(capsys):
     model = windowed_gemma()
-    options = TrainOptions()
+    options = TrainOptions.model_construct(packing=True)
     assert not model_loading.try_packing(model, options, gpu=True, half_precision=False)
     model.config.attn_logit_softcapping = 50.0
     assert not model_loading.try_packing(model, options, gpu=True, half_precision=True)
