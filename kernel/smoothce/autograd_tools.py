@@ -1,32 +1,51 @@
 """What the autograd functions of several implementations share."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import function
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """PyTorch's decorator of the same name, made to raise RuntimeError for every second derivative.
+    """Make a function's backward raise RuntimeError where a second derivative goes through it.
 
-    PyTorch's own raises only where some upstream gradient requires grad. The one that
-    `loss.backward(create_graph=True)` brings does not, so that a second derivative would lack the
-    loss's part in silence. Here the upstream gradients are made to require grad wherever a graph of
-    the backward is asked for.
+    PyTorch's decorator of the same name raises only where that derivative reaches an upstream
+    gradient, and autograd leaves out what does not lead to the tensors that it is asked about: a
+    second derivative in the classifier would lack the loss's part in silence. Here it raises on
+    the way to every tensor that the function has saved, so a function has to save what it
+    differentiates in.
     """
-    guarded = function.once_differentiable(backward)
 
-    def always_guarded(ctx: Any, *upstream: Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            upstream = tuple(
-                None if gradient is None else gradient.detach().requires_grad_()
-                for gradient in upstream
-            )
-        return guarded(ctx, *upstream)
+    @functools.wraps(backward)
+    def without_graph(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        if not torch.is_grad_enabled():  # it is under create_graph=True
+            return gradients
+        sources = (*ctx.saved_tensors, *upstream)
+        return tuple(
+            None if gradient is None else _RefuseDerivative.apply(gradient, *sources)
+            for gradient in gradients
+        )
 
-    return always_guarded
+    return without_graph
+
+
+class _RefuseDerivative(torch.autograd.Function):
+    """The gradient as it is, which cannot be differentiated in its sources."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(
+            "linear_cross_entropy has no second derivative here; "
+            "impl='reference' has, outside torch.compile"
+        )
 
 
 def graph_is_kept() -> bool:

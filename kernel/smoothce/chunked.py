@@ -46,7 +46,7 @@ def loss(inputs: Inputs) -> LossOutput:
 
 
 def unsupported(inputs: Inputs) -> str | None:
-    return None  # this path serves all inputs
+    return "meta tensors have no numbers" if inputs.hidden.is_meta else None
 
 
 def describe(inputs: Inputs) -> str:
@@ -88,7 +88,7 @@ class _ChunkedLoss(torch.autograd.Function):
             upstream = loss_scale.expand(inputs.labels.shape) if any(needs) else None
             output, gradients = _Walk(inputs, needs, upstream).run()
             ctx.dtypes = _leaf_dtypes(inputs)
-            ctx.save_for_backward(*gradients)
+            ctx.save_for_backward(hidden, weight, bias, *gradients)
         else:
             output, _ = _Walk(inputs, needs).run()
             ctx.options = options
@@ -115,7 +115,7 @@ class _ChunkedLoss(torch.autograd.Function):
             gradients = Gradients(
                 *(
                     _scaled(gradient, upstream_loss, dtype)
-                    for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+                    for gradient, dtype in zip(ctx.saved_tensors[3:], ctx.dtypes, strict=True)
                 )
             )
         else:

@@ -339,7 +339,8 @@ def setup_context(
     ctx.gradients_are_made = call.step == "forward with gradients"
     ctx.set_materialize_grads(False)
     if ctx.gradients_are_made:
-        ctx.save_for_backward(*OperatorOutputs(*output).gradients())
+        inputs_with_gradient = [getattr(call.tensors, name) for name in Needs._fields]
+        ctx.save_for_backward(*inputs_with_gradient, *OperatorOutputs(*output).gradients())
     else:
         ctx.save_for_backward(*call.tensors.inputs())
 
@@ -351,7 +352,7 @@ def backward(
         gradients = Gradients()
     elif ctx.gradients_are_made:
         assert upstream_loss is not None  # the log-sum-exps have no gradient then
-        gradients = Gradients(*(_scaled(made, upstream_loss) for made in ctx.saved_tensors))
+        gradients = Gradients(*(_scaled(made, upstream_loss) for made in ctx.saved_tensors[3:]))
     else:
         outputs = operator(
             *ctx.saved_tensors,

@@ -68,6 +68,8 @@ def run(inputs: Inputs, impl: str) -> LossOutput:
     if name == "chunked" and impl == "auto" and inputs.hidden.is_cuda:
         dtype = accumulation_dtype(inputs.hidden.dtype)
         _warn_once(f"smoothce's chunked path, in {dtype} and some ten times slower: {reason}")
+    if inputs.hidden.is_meta:  # autocast does not know the device
+        return _load(name).loss(inputs)
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         return _load(name).loss(inputs)
 
@@ -96,6 +98,8 @@ def choose(impl: str, inputs: Inputs) -> tuple[str, str]:
 
 
 def _choose_automatically(inputs: Inputs) -> tuple[str, str]:
+    if inputs.hidden.is_meta:
+        return "reference", "meta tensors have no numbers to compute with"
     obstacle = _unsupported("triton", inputs)
     if obstacle is None and not inputs.hidden.is_cuda:
         # Triton's interpreter could serve them, but it is for tests.
@@ -137,7 +141,7 @@ def autocast(
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     """What `autocast` casts a call's tensors to, or None where it leaves them as they are."""
     device = hidden.device.type
-    if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
+    if hidden.is_meta or not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(device)
 

@@ -140,8 +140,8 @@ def linear_cross_entropy(
     Hidden states are fp16, bf16, fp32 or fp64. The loss is fp32 (fp64 for fp64 hidden states), and
     each gradient has its input's dtype. `smoothing_target` and `token_weights` are rounded to fp32
     in any case. Under autocast the inputs are cast as for `F.linear`. Only `impl="reference"` has
-    second derivatives; elsewhere they raise RuntimeError. One case does not: in a graph that
-    `torch.compile` makes before torch 2.13 they lack the loss's part, in silence.
+    second derivatives; elsewhere they raise RuntimeError. In a graph that `torch.compile` makes
+    there are none, and they may lack the loss's part in silence. Meta tensors give the shapes.
 
     With `return_lse` or `return_statistics` a tuple is returned: the loss; then lse_i, which is
     differentiable and 0 for ignored tokens; then each token's `TokenStatistics`, which come from

@@ -4,7 +4,7 @@ import pytest
 import torch
 from loss_check import error, inputs
 
-from smoothce import linear_cross_entropy, token_statistics
+from smoothce import explain, linear_cross_entropy, token_statistics
 
 IMPLEMENTATIONS = ["reference", "chunked", "triton"]
 old_torch_compiles_no_reference = pytest.mark.skipif(
@@ -104,6 +104,24 @@ def test_a_target_and_weights_are_rounded_to_fp32_beside_fp64(impl):
     )
     assert found.dtype == torch.float64
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_meta_tensors_give_the_shapes_and_dtypes(reduction):
+    """As torch's own functions do, for models that are built before there is memory for them."""
+    hidden, weight, labels, bias = inputs(12, 61, 16, torch.bfloat16, bias=True)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    options = {"reduction": reduction, "return_statistics": True, "label_smoothing": 0.1}
+    found = []
+    for device in (hidden.device, "meta"):
+        hidden, weight, bias = on_device = [x.to(device) for x in leaves]
+        loss, statistics = linear_cross_entropy(
+            hidden, weight, labels.to(device), bias=bias, **options
+        )
+        gradients = torch.autograd.grad(loss.sum(), on_device)
+        found.append([(x.shape, x.dtype) for x in (loss, *statistics, *gradients)])
+    assert found[0] == found[1]
+    assert explain(hidden, weight) == "reference: meta tensors have no numbers to compute with"
 
 
 def bias_gradient(loss, hidden, weight, labels, bias, **options):

@@ -324,6 +324,26 @@ def leaves_and_loss(mode):
     return leaves, linear_cross_entropy(*leaves, labels, **options)
 
 
+@pytest.mark.parametrize("mode", [*TRITON_MODES, CHUNKED_MODE])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_second_derivative_is_refused_in_every_input(mode, reduction):
+    """Also beside a term that has one, which alone would come out."""
+    hidden, weight, labels, bias = inputs(6, 40, 8, bias=True)
+    leaves = {"hidden": hidden.requires_grad_(), "weight": weight.requires_grad_()}
+    options = {"impl": "triton", "reduction": reduction, **mode}
+    if mode != FILTERED:  # which makes no gradient of a bias
+        leaves["bias"] = options["bias"] = bias.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, labels, **options)
+    leaves["upstream"] = upstream = torch.ones_like(loss, requires_grad=True)
+    for first, second in itertools.product(leaves, repeat=2):
+        if first == "upstream":
+            continue
+        (gradient,) = torch.autograd.grad(loss, leaves[first], upstream, create_graph=True)
+        total = gradient.square().sum() + leaves[second].square().sum()
+        with pytest.raises(RuntimeError, match=r"second derivative.*impl=.reference"):
+            total.backward(inputs=[leaves[second]])
+
+
 @pytest.mark.parametrize("mode", TRITON_MODES)
 def test_the_state_goes_with_the_last_backward(mode, monkeypatch):
     simulate(monkeypatch, "super-blocks of tokens")
