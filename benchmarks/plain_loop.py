@@ -27,7 +27,6 @@ import torch
 from training import MODELS  # benchmarks/training.py, beside this file
 
 import smoothce
-from smoothce.bench.table import describe_hardware, markdown_table
 
 WARM_UP = 3  # updates that are not timed: kernels are compiled and chosen in them
 LABEL_SMOOTHING = 0.1
@@ -118,8 +117,10 @@ def main() -> int:
             pace = f"{trial.tokens_per_second:,.0f}"
             rows.append([name, label, pace, f"{trial.peak_gigabytes:.1f}", f"{trial.loss:.3f}"])
             print(" ".join(rows[-1]), flush=True)
-    header = ["model", "loss", "tokens/s", "GB", "last loss"]
-    print(markdown_table(describe_hardware("cuda"), header, rows))
+    print(f"\n### {torch.cuda.get_device_name()}\n")
+    print("| model | loss | tokens/s | GB | last loss |\n|---|---|---|---|---|")
+    for cells in rows:
+        print(f"| {' | '.join(cells)} |")
     return 0
 
 

@@ -8,8 +8,8 @@ it, and so would `kernels.get_kernel` from a Hub repository with these files.
 
 `kernels` imports a kernel under a name that is new with each build, so that several builds can be
 loaded in one process. The package's own imports, `from smoothce.options import …`, would then find
-an installed smoothce or nothing: in the copy they become relative. Left out are `smoothce.bench`
-and `smoothce.integrations`, whose users name the modules.
+an installed smoothce or nothing: in the copy they become relative. Left out is
+`smoothce.integrations`, whose users name the modules.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 
 PACKAGE = Path(__file__).parent / "smoothce"
 LICENSE = Path(__file__).parent / "LICENSE"
-LEFT_OUT = ("bench", "integrations")
+LEFT_OUT = ("integrations",)
 VARIANT = "torch-universal"
 LEAST_KERNELS = "0.17.2"  # the version that this layout was loaded with
 HUB_VERSION = 1  # of the repository: one more where calls that worked would fail
@@ -55,11 +55,11 @@ def relative_imports(source: str, module: PurePath) -> str:
     return "".join(lines)
 
 
-def relative_sources() -> dict[PurePath, str]:
+def relative_sources(package: Path = PACKAGE) -> dict[PurePath, str]:
     """The modules that the Hub's copy has, by their paths below the package's folder."""
     sources = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        module = path.relative_to(PACKAGE)
+    for path in sorted(package.rglob("*.py")):
+        module = path.relative_to(package)
         if module.parts[0] not in LEFT_OUT:
             sources[module] = relative_imports(path.read_text(encoding="utf-8"), module)
     return sources

@@ -29,6 +29,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from bench import MODELS
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -43,7 +44,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smoothce import linear_cross_entropy
-from smoothce.bench.__main__ import MODELS
 
 TOKENS = 8192
 SHAPES = ("gemma2-2b", "llama3-8b", "qwen2.5-1.5b")  # of `MODELS`
@@ -391,8 +391,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
     print("| shape | forward | ms | products | error |\n|---|---|---|---|---|")
     for shape in arguments.shapes:
-        model = MODELS[shape]
-        time_shape(shape, Problem.of(model.vocabulary, model.features))
+        time_shape(shape, Problem.of(*MODELS[shape]))
 
 
 def time_shape(shape: str, problem: Problem) -> None:

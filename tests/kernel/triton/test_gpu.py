@@ -5,16 +5,16 @@ import copy
 import itertools
 import random
 
+import methods
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
+from language import language_like
 from loss_check import check, error, gradients, inputs
 from torch import nn
 
 from smoothce import explain, linear_cross_entropy
-from smoothce.bench import methods
-from smoothce.bench.language import language_like
 from smoothce.triton import dproduct, filter_kernels, filter_plan, forward, grad_in_forward, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -1,16 +1,9 @@
-"""Other libraries' losses, for the benchmark to measure beside ours.
+"""What `bench.py` measures: this package's loss, PyTorch's, other libraries', and a bound.
 
-    PYTHONPATH=kernel/benchmarks python -m smoothce.bench --method peers:liger peers:trl paper:loss
-
-Each takes (hidden, weight, labels, label_smoothing, softcap=None) and returns the mean loss. The
-decorator `lacks` names the features that a loss does not have. A loss that is called with one of
-these raises ValueError, which `smoothce.bench` prints in its row. `all_peers.py`, which measures
-all of them in one run, asks `features_lacking_of`: it times a loss at β = 0 if that lacks
-"smoothing" or "chunked smoothing", and under a softcap it leaves out what lacks "softcap". A
-library is imported when its loss is first called, since some change torch when imported.
+`METHODS` has them by name, and says of each what it lacks. A library is imported when its loss is
+first called, since some change torch when imported: `METHODS` has these last.
 """
 
-import functools
 import os
 import sys
 import tempfile
@@ -19,54 +12,107 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smoothce.bench.methods import IGNORE_INDEX, Loss
+from smoothce import linear_cross_entropy
 
 Feature = Literal["smoothing", "chunked smoothing", "softcap", "bias"]
 
 TRL_CHUNK = 32768  # entries of the vocabulary at a time, as the trainers of TRL 1.16 take
 QUACK_CHUNK = 4096  # tokens at a time, QuACK's own default
+IGNORE_INDEX = -100  # the label of a masked token
 
 
-def lacks(*features: Feature) -> Callable[[Loss], Loss]:
-    """Says which features a loss does not have, and lets it raise ValueError when asked for one.
+class Loss(Protocol):
+    """The mean loss of the tokens that are not masked, a tensor of shape ().
 
-    What lacks "chunked smoothing" smooths, but only with all logits in memory: such a call is let
-    through, and `smoothce.bench` times it. `all_peers.py` times that loss at β = 0. A bias is never
-    asked for."""
+    A loss that knows no softcap may lack that parameter: it is given where there is one."""
 
-    def decorate(loss: Loss) -> Loss:
-        @functools.wraps(loss)  # type: ignore[arg-type]
-        def refusing(
-            hidden: Tensor,
-            weight: Tensor,
-            labels: Tensor,
-            label_smoothing: float = 0.0,
-            softcap: float | None = None,
-        ) -> Tensor:
-            if label_smoothing and "smoothing" in features:
-                raise ValueError("knows no smoothing: --label-smoothing 0")
-            if softcap is not None and "softcap" in features:
-                raise ValueError("knows no softcap: --softcap none")
-            return loss(hidden, weight, labels, label_smoothing, softcap)
-
-        refusing.lacking_features = features  # type: ignore[attr-defined]
-        return refusing
-
-    return decorate
+    def __call__(
+        self,
+        hidden: Tensor,  # (N, D)
+        weight: Tensor,  # (V, D)
+        labels: Tensor,  # (N,)
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+    ) -> Tensor: ...
 
 
-def features_lacking_of(loss: Loss) -> tuple[Feature, ...]:
-    """What `lacks` has said of a loss; nothing for one that it does not decorate."""
-    return getattr(loss, "lacking_features", ())
+def dense(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """The loss as one writes it in PyTorch: all logits, then cross-entropy in fp32."""
+    logits = (hidden @ weight.T).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
 
 
-@lacks("chunked smoothing", "softcap")
+def ours(
+    function: Callable[..., Tensor] = linear_cross_entropy, **options: float | str | None
+) -> Loss:
+    """This package's loss, or that of another checkout, with these options."""
+
+    def loss(
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+    ) -> Tensor:
+        return function(
+            hidden, weight, labels, label_smoothing=label_smoothing, softcap=softcap, **options
+        )
+
+    return loss
+
+
+class MatrixProducts(torch.autograd.Function):
+    """The least work of an exact gradient: three matrix products, or two where the classifier is
+    frozen. Masked tokens are left out.
+
+    The forward computes the logits E Cᵀ and returns a zero, since it is no loss. The backward uses
+    the logits in the place of their gradient, which has the same shape, so that its products for
+    dE and dC take as long as any exact ones."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        valid = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        rows = hidden[valid]
+        logits = rows @ weight.T
+        ctx.shape = hidden.shape
+        ctx.save_for_backward(rows, weight, valid, logits)
+        return logits.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, valid, logits = ctx.saved_tensors
+        d_hidden = rows.new_zeros(ctx.shape).index_copy_(0, valid, logits @ weight)
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = logits.T @ rows
+        return d_hidden, d_weight, None
+
+
+def matrix_products(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Not a loss: the products that every exact gradient takes. Smoothing and cap cost nothing."""
+    return MatrixProducts.apply(hidden, weight, labels)
+
+
 def torch_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -148,7 +194,6 @@ def apply_liger(
     return output[0] if isinstance(output, tuple) else output
 
 
-@lacks("smoothing", "softcap", "bias")
 def liger_cute_sm90(
     hidden: Tensor,
     weight: Tensor,
@@ -164,7 +209,6 @@ def liger_cute_sm90(
     return liger_fused_linear_cross_entropy_sm90(hidden, weight, labels, IGNORE_INDEX, "mean")
 
 
-@lacks("smoothing", "softcap", "bias")
 def quack(
     hidden: Tensor,
     weight: Tensor,
@@ -180,7 +224,6 @@ def quack(
     return quack_in_chunks(hidden, weight, labels, chunk)
 
 
-@lacks("smoothing", "softcap", "bias")
 def quack_large_chunk(
     hidden: Tensor,
     weight: Tensor,
@@ -270,7 +313,6 @@ def let_unsloth_zoo_be_imported_alone() -> None:
         sys.modules["unsloth"] = placeholder
 
 
-@lacks("smoothing")
 def trl(
     hidden: Tensor,
     weight: Tensor,
@@ -300,7 +342,6 @@ def trl(
     return -log_probabilities.mean()
 
 
-@lacks("smoothing", "bias")
 def cut(
     hidden: Tensor,
     weight: Tensor,
@@ -314,7 +355,6 @@ def cut(
     return linear_cross_entropy(hidden, weight, labels, softcap=softcap)
 
 
-@lacks("softcap", "bias")
 def paper_rewrite(
     hidden: Tensor,
     weight: Tensor,
@@ -326,3 +366,41 @@ def paper_rewrite(
     import paper
 
     return paper.loss(hidden, weight, labels, label_smoothing=label_smoothing)
+
+
+class Method(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    loss: Loss
+    package: str | None = None  # whose version is printed, by the name that pip knows
+    # What lacks "chunked smoothing" smooths, but only with all logits in memory.
+    lacks: tuple[Feature, ...] = ()
+    is_bound: bool = False  # whether it is no loss, but the matrix products alone
+
+
+CUTE: tuple[Feature, ...] = ("smoothing", "softcap", "bias")
+METHODS = {
+    "ours": Method("ours", ours()),
+    "workspace=0": Method("ours, workspace=0", ours(workspace=0)),
+    "filtered": Method("ours, filtered", ours(filter_eps="auto")),
+    "torch": Method("torch", dense),
+    "torch-compile": Method("torch.compile", torch.compile(dense, dynamic=False)),
+    "torch-linear": Method(
+        "torch, F.linear_cross_entropy",
+        torch_linear_cross_entropy,
+        lacks=("chunked smoothing", "softcap"),
+    ),
+    "bound": Method("the products alone (bound)", matrix_products, is_bound=True),
+    "quack": Method("QuACK, scaled-exp", quack, "quack-kernels", CUTE),
+    "quack-large": Method("QuACK, chunks of 8192", quack_large_chunk, "quack-kernels", CUTE),
+    "liger": Method("Liger", liger, "liger_kernel"),
+    "liger-cute": Method("Liger, CuTe cross-entropy", liger_cute, "liger_kernel"),
+    "liger-cute-sm90": Method("Liger, CuTe for SM90", liger_cute_sm90, "liger_kernel", CUTE),
+    "trl": Method("TRL, chunked", trl, "trl", ("smoothing",)),
+    "cut": Method("cut-cross-entropy, filtered", cut, "cut-cross-entropy", ("smoothing", "bias")),
+    "paper": Method(
+        "paper's algorithm, our untuned rewrite", paper_rewrite, lacks=("softcap", "bias")
+    ),
+    "unsloth": Method("Unsloth", unsloth, "unsloth_zoo"),  # which changes torch when imported
+}
