@@ -1,13 +1,7 @@
 """What a call's inputs must be. Options check themselves, in `options.Options`.
 
-The checks come in an order, since each takes for granted what the one before has checked:
-
-    check_tensors   types, before tensors are cast as autocast says, and flattened
-    check_layout    shapes, on which flattening relies
-    check_call      everything else that the host knows: dtypes, shapes, devices, gradients
-    check_values    the numbers in the tensors, which on a GPU the device checks
-
-`explain` runs all but the last.
+`prepare` checks what the host knows of the tensors, and makes them what implementations take;
+`check_values` checks the numbers in them, which on a GPU the device checks.
 """
 
 import math
@@ -15,19 +9,66 @@ from itertools import accumulate
 from operator import mul
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from smoothce.options import Inputs, InputTensors
-from smoothce.vocab_parallel import shards_agree
+from smoothce.options import LossCall
+from smoothce.vocab_parallel import Shard, local_shard, shards_agree
 
 REQUIRED = ("hidden", "weight", "labels")
-# What hidden states and the classifier may be in. `options.accumulation_dtype` says where a new one
-# goes.
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of hidden and weight
+
+
+def prepare(
+    hidden: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    labels: Tensor,  # (...)
+    bias: Tensor | None,  # (V,)
+    smoothing_target: Tensor | None,  # (V,)
+    token_weights: Tensor | None,  # (...)
+    process_group: dist.ProcessGroup | None,
+) -> tuple[dict[str, Tensor | None], Shard | None]:
+    """Return the tensors as a `LossCall` has them, and what this rank has of the vocabulary.
+
+    Raises TypeError or ValueError for what can be told without a look at the tensors' numbers."""
+    shard = None
+    if process_group is not None and isinstance(weight, Tensor):
+        weight, shard = local_shard(weight, process_group)
+    check_tensors(
+        hidden=hidden,
+        weight=weight,
+        labels=labels,
+        bias=bias,
+        smoothing_target=smoothing_target,
+        token_weights=token_weights,
+    )
+    autocast_to = autocast_dtype(hidden)
+    if autocast_to is not None:  # as `F.linear` would
+        hidden = hidden.to(autocast_to)
+        weight = weight.to(autocast_to)
+        bias = None if bias is None else bias.to(autocast_to)
+    if shard is not None:
+        bias = shard.local_part("bias", bias, len(weight))
+        smoothing_target = shard.local_part("smoothing_target", smoothing_target, len(weight))
+    _check_shapes(hidden, weight, labels, bias, smoothing_target, token_weights)
+    _check_dtypes(hidden, weight, labels, bias)
+    _check_target_and_weights(hidden.device, smoothing_target, token_weights)
+    for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
+        _check_device(name, tensor, hidden.device)
+    tensors = {
+        "hidden": hidden.reshape(-1, hidden.shape[-1]),
+        "weight": weight,
+        # Implementations index with them; not every PyTorch takes int32.
+        "labels": labels.reshape(-1).long(),
+        "bias": bias,
+        "smoothing_target": None if smoothing_target is None else smoothing_target.float(),
+        "token_weights": None if token_weights is None else token_weights.reshape(-1).float(),
+    }
+    return tensors, shard
 
 
 def check_tensors(**tensors: Tensor | None) -> None:
-    """Raises TypeError where one is no tensor, or only a rank's piece of one, whatever the
+    """Raise TypeError where one is no tensor, or only a rank's piece of one, whatever the
     annotation says. Those which are not `REQUIRED` may be None."""
     for name, value in tensors.items():
         if value is None and name not in REQUIRED:
@@ -42,14 +83,22 @@ def check_tensors(**tensors: Tensor | None) -> None:
             )
 
 
-def check_layout(
+def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    """Return what autocast makes of a call's tensors, or None where it leaves them as they are."""
+    device = hidden.device.type
+    if hidden.is_meta or not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _check_shapes(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
+    smoothing_target: Tensor | None,
     token_weights: Tensor | None,
 ) -> None:
-    """Raises ValueError where the shapes of these do not fit together."""
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "hidden must be (..., D) and weight (V, D), "
@@ -67,6 +116,8 @@ def check_layout(
         )
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(f"bias must be ({vocabulary},), not {tuple(bias.shape)}")
+    if smoothing_target is not None:
+        _check_target_shape(smoothing_target, vocabulary)
     if token_weights is not None and not _flatten_alike(token_weights.shape, labels.shape):
         raise ValueError(
             f"token_weights must have labels' shape {tuple(labels.shape)}, or that flattened, "
@@ -75,7 +126,7 @@ def check_layout(
 
 
 def _flatten_alike(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether numbers of the two that have the same place when both are flattened belong together.
+    """Tell whether numbers that have the same place when both are flattened belong together.
 
     They do where neighboring dimensions of one make up a dimension of the other, so that one has
     all products of leading dimensions that the other has: (2, 2, 3) has 2, 4 and 12, and (4, 3)
@@ -94,39 +145,67 @@ def _has_all(numbers: list[int], wanted: list[int]) -> bool:
     return all(any(number == one for number in numbers) for one in wanted)
 
 
-def check_call(inputs: Inputs) -> None:
-    """Raises TypeError or ValueError for what can be told without a look at the tensors' numbers,
-    and has not been checked before the tensors were flattened."""
-    tensors = inputs.tensors
-    _check_dtypes(tensors)
-    if tensors.smoothing_target is not None:
-        _check_target_shape(tensors.smoothing_target, len(tensors.weight))
-    _check_no_gradient(tensors)
-    _check_devices(tensors)
+def _check_dtypes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    dtype = hidden.dtype
+    if dtype not in DTYPES:
+        raise TypeError(
+            f"hidden must be float16, bfloat16, float32 or float64, not {dtype}: give "
+            "hidden.to(torch.bfloat16), and weight in the same dtype"
+        )
+    if weight.dtype != dtype:
+        raise TypeError(f"weight must have hidden's dtype {dtype}, not {weight.dtype}")
+    if bias is not None and not is_bias_dtype(bias.dtype, dtype):
+        raise TypeError(f"bias must have hidden's dtype {dtype} or torch.float32, not {bias.dtype}")
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"labels must be int64 or int32, not {labels.dtype}")
 
 
-def check_values(inputs: Inputs) -> None:
-    """Raises ValueError or IndexError for numbers that the loss cannot take. On a GPU the device
+def is_bias_dtype(bias_dtype: torch.dtype, hidden_dtype: torch.dtype) -> bool:
+    """Tell whether a bias may have this dtype beside hidden states of that one."""
+    return bias_dtype in (hidden_dtype, torch.float32)
+
+
+def _check_target_and_weights(
+    device: torch.device, smoothing_target: Tensor | None, token_weights: Tensor | None
+) -> None:
+    for name, tensor in (("smoothing_target", smoothing_target), ("token_weights", token_weights)):
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(f"{name} gets no gradient: give {name}.detach()")
+        _check_device(name, tensor, device)
+
+
+def _check_device(name: str, tensor: Tensor | None, device: torch.device) -> None:
+    if tensor is not None and tensor.device != device:
+        raise ValueError(f"{name} must be on hidden's device {device}, not {tensor.device}")
+
+
+def check_values(call: LossCall) -> None:
+    """Raise ValueError or IndexError for numbers that the loss cannot take. On a GPU the device
     raises, since the host must not wait for it."""
-    tensors = inputs.tensors
     # A rank's part of a target does not sum to 1. What all parts sum to would take a collective.
-    if tensors.smoothing_target is not None and inputs.shard is None:
-        _check_distribution(tensors.smoothing_target)
-    _check_labels(tensors.labels, inputs.vocabulary, inputs.options.ignore_index)
-    token_weights = tensors.token_weights
+    if call.smoothing_target is not None and call.shard is None:
+        _check_distribution(call.smoothing_target)
+    labels = call.labels
+    ignore_index = call.options.ignore_index
+    fine = ((labels >= 0) & (labels < call.vocabulary)) | (labels == ignore_index)
+    expected = f"expected 0 to {call.vocabulary - 1}, or ignore_index {ignore_index}"
+    if labels.device.type == "cpu" and not fine.all():
+        raise IndexError(f"label {labels[~fine][0].item()} is out of range: {expected}")
+    _require(fine.all(), f"label out of range: {expected}")
+    token_weights = call.token_weights
     if token_weights is not None:
         fine = (token_weights >= 0).all() & token_weights.isfinite().all()
         _require(fine, "token_weights must be finite, 0 or more")
-    if inputs.shard is not None:
+    if call.shard is not None:
         _require(
-            shards_agree(inputs.shard, tensors.labels, len(tensors.weight)),
+            shards_agree(call.shard, labels, len(call.weight)),
             "the ranks of process_group must have the same labels, and parts of one weight that "
             "follow one another: an equal number of rows each, or a DTensor's Shard(0)",
         )
 
 
 def check_target(smoothing_target: Tensor, entries: int) -> None:
-    """Raises ValueError where it is no distribution over a vocabulary of so many entries."""
+    """Raise ValueError where it is no distribution over a vocabulary of so many entries."""
     _check_target_shape(smoothing_target, entries)
     _check_distribution(smoothing_target)
 
@@ -144,51 +223,8 @@ def _check_distribution(smoothing_target: Tensor) -> None:
     _require(fine, "smoothing_target must be a distribution: 0 or more each, 1 in all")
 
 
-def _check_dtypes(tensors: InputTensors) -> None:
-    dtype = tensors.hidden.dtype
-    if dtype not in DTYPES:
-        raise TypeError(
-            f"hidden must be float16, bfloat16, float32 or float64, not {dtype}: give "
-            "hidden.to(torch.bfloat16), and weight in the same dtype"
-        )
-    if tensors.weight.dtype != dtype:
-        raise TypeError(f"weight must have hidden's dtype {dtype}, not {tensors.weight.dtype}")
-    bias = tensors.bias
-    if bias is not None and not is_bias_dtype(bias.dtype, dtype):
-        raise TypeError(f"bias must have hidden's dtype {dtype} or torch.float32, not {bias.dtype}")
-    if tensors.labels.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"labels must be int64 or int32, not {tensors.labels.dtype}")
-
-
-def is_bias_dtype(bias_dtype: torch.dtype, hidden_dtype: torch.dtype) -> bool:
-    """Whether a bias may have this dtype beside hidden states of that one."""
-    return bias_dtype in (hidden_dtype, torch.float32)
-
-
-def _check_no_gradient(tensors: InputTensors) -> None:
-    for name in ("smoothing_target", "token_weights"):
-        tensor = getattr(tensors, name)
-        if tensor is not None and tensor.requires_grad:
-            raise ValueError(f"{name} gets no gradient: give {name}.detach()")
-
-
-def _check_devices(tensors: InputTensors) -> None:
-    device = tensors.hidden.device
-    for name, tensor in tensors._asdict().items():
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name} must be on hidden's device {device}, not {tensor.device}")
-
-
-def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
-    fine = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
-    expected = f"expected 0 to {vocabulary - 1}, or ignore_index {ignore_index}"
-    if labels.device.type == "cpu" and not fine.all():
-        raise IndexError(f"label {labels[~fine][0].item()} is out of range: {expected}")
-    _require(fine.all(), f"label out of range: {expected}")
-
-
 def _require(fine: Tensor, message: str) -> None:
-    """Raises ValueError. On a GPU the device raises, since the host must not wait for it."""
+    """Raise ValueError. On a GPU the device raises, since the host must not wait for it."""
     if fine.device.type != "cpu":
         torch._assert_async(fine, message)
     elif not fine:

@@ -6,24 +6,16 @@ middle part, except with `impl="reference"` or a process group. It is no impleme
 when the graph runs, it asks `dispatch` for one.
 """
 
-from typing import Any, Literal, TypeAlias, overload
+import inspect
+from typing import Any, Literal, TypeAlias, TypedDict, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack  # not yet in Python 3.10's typing; PyTorch depends on it
 
-from smoothce import checks, compile_operator, dispatch, vocab_parallel
-from smoothce.options import (
-    InputTensors,
-    LossKeywords,
-    LossOutput,
-    Options,
-    TokenStatistics,
-    check_names,
-    spell_out_options,
-)
-from smoothce.vocab_parallel import Shard
+from smoothce import checks, compile_operator, dispatch
+from smoothce.options import LossCall, Options, TokenStatistics
 
 LossResult: TypeAlias = (
     Tensor
@@ -33,14 +25,22 @@ LossResult: TypeAlias = (
 )
 
 
-class CallKeywords(LossKeywords, total=False):
-    """Every keyword of `linear_cross_entropy` that leaves the type of what it returns alone."""
+class LossKeywords(TypedDict, total=False):
+    """Every keyword of `linear_cross_entropy` that leaves the type of what it returns alone, for
+    editors to complete."""
 
-    bias: Tensor | None  # (V,)
-    smoothing_target: Tensor | None  # (V,)
-    token_weights: Tensor | None  # (...)
+    bias: Tensor | None
+    smoothing_target: Tensor | None
+    token_weights: Tensor | None
     process_group: dist.ProcessGroup | None
-    impl: str
+    label_smoothing: float
+    ignore_index: int
+    reduction: str
+    softcap: float | None
+    logit_scale: float | None
+    z_loss: float
+    filter_eps: float | str | None
+    workspace: int | str
 
 
 @overload
@@ -49,9 +49,10 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    impl: str = ...,
     return_lse: Literal[False] = False,
     return_statistics: Literal[False] = False,
-    **keywords: Unpack[CallKeywords],
+    **keywords: Unpack[LossKeywords],
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
@@ -59,9 +60,10 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    impl: str = ...,
     return_lse: Literal[True],
     return_statistics: Literal[False] = False,
-    **keywords: Unpack[CallKeywords],
+    **keywords: Unpack[LossKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_cross_entropy(
@@ -69,9 +71,10 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    impl: str = ...,
     return_lse: Literal[False] = False,
     return_statistics: Literal[True],
-    **keywords: Unpack[CallKeywords],
+    **keywords: Unpack[LossKeywords],
 ) -> tuple[Tensor, TokenStatistics]: ...
 @overload
 def linear_cross_entropy(
@@ -79,9 +82,10 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    impl: str = ...,
     return_lse: Literal[True],
     return_statistics: Literal[True],
-    **keywords: Unpack[CallKeywords],
+    **keywords: Unpack[LossKeywords],
 ) -> tuple[Tensor, Tensor, TokenStatistics]: ...
 @overload
 def linear_cross_entropy(
@@ -89,11 +93,11 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
-    return_lse: bool = False,
-    return_statistics: bool = False,
-    **keywords: Unpack[CallKeywords],
+    impl: str = ...,
+    return_lse: bool = ...,
+    return_statistics: bool = ...,
+    **keywords: Unpack[LossKeywords],
 ) -> LossResult: ...
-@spell_out_options
 def linear_cross_entropy(
     hidden: Tensor,  # (..., D)
     weight: Tensor,  # (V, D)
@@ -106,7 +110,14 @@ def linear_cross_entropy(
     impl: str = "auto",
     return_lse: bool = False,
     return_statistics: bool = False,
-    **options: Unpack[LossKeywords],
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    z_loss: float = 0.0,
+    filter_eps: float | str | None = None,
+    workspace: int | str = "auto",
 ) -> LossResult:
     """Cross-entropy of a linear classifier with label smoothing, without its N × V logits.
 
@@ -212,104 +223,85 @@ def linear_cross_entropy(
 
     Source: "Calibrated Language Models and How to Find Them with Label Smoothing", equation 15.
     """
-    check_names("linear_cross_entropy", options)
-    tensors, shard = prepare_tensors(
-        hidden, weight, labels, bias, smoothing_target, token_weights, process_group
-    )
+    options = {
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "z_loss": z_loss,
+        "filter_eps": filter_eps,
+        "workspace": workspace,
+        "return_lse": return_lse,
+        "return_statistics": return_statistics,
+    }
     if torch.compiler.is_compiling() and impl != "reference" and process_group is None:
         # The reference is traced as it is, which leaves it its second derivatives. With a process
         # group the graph breaks: the operator's schema has no place for a group, whose collectives
-        # have to run on every rank in the same order. Options are not made here, since a graph may
-        # hold their numbers as symbols.
-        unchecked: dict[str, Any] = {**options}
-        unchecked["return_lse"] = return_lse
-        unchecked["return_statistics"] = return_statistics
-        output = compile_operator.call_operator(tensors, unchecked, impl)
+        # have to run on every rank in the same order. `Options` are not made here, since a graph
+        # may hold their numbers as symbols.
+        tensors, _ = checks.prepare(
+            hidden, weight, labels, bias, smoothing_target, token_weights, process_group
+        )
+        output = compile_operator.call_operator(tensors, options, impl)
     else:
-        checked = Options(return_lse=return_lse, return_statistics=return_statistics, **options)
-        inputs = tensors.with_options(checked, shard)
-        checks.check_call(inputs)
-        checks.check_values(inputs)
-        output = dispatch.run(inputs, impl)
-    return format_result(output, labels, return_lse, return_statistics)
-
-
-def prepare_tensors(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    smoothing_target: Tensor | None,
-    token_weights: Tensor | None,
-    process_group: dist.ProcessGroup | None,
-) -> tuple[InputTensors, Shard | None]:
-    """A call's tensors as implementations take them, and what this rank has of the vocabulary."""
-    shard = None
-    if process_group is not None and isinstance(weight, Tensor):
-        weight, shard = vocab_parallel.local_shard(weight, process_group)
-    checks.check_tensors(
-        hidden=hidden,
-        weight=weight,
-        labels=labels,
-        bias=bias,
-        smoothing_target=smoothing_target,
-        token_weights=token_weights,
-    )
-    hidden, weight, bias = dispatch.autocast(hidden, weight, bias)
-    if shard is not None:
-        bias = shard.local_part("bias", bias, len(weight))
-        smoothing_target = shard.local_part("smoothing_target", smoothing_target, len(weight))
-    checks.check_layout(hidden, weight, labels, bias, token_weights)
-    if labels.dtype == torch.int32:
-        labels = labels.long()  # implementations index with them; not every PyTorch takes int32
-    tensors = InputTensors(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
-        weight=weight,
-        labels=labels.reshape(-1),
-        bias=bias,
-        smoothing_target=None if smoothing_target is None else smoothing_target.float(),
-        token_weights=None if token_weights is None else token_weights.reshape(-1).float(),
-    )
-    return tensors, shard
-
-
-def format_result(
-    output: LossOutput, labels: Tensor, return_lse: bool, return_statistics: bool
-) -> LossResult:
-    """What the public function returns, in the labels' shape."""
+        call = make_call(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            smoothing_target=smoothing_target,
+            token_weights=token_weights,
+            process_group=process_group,
+            **options,
+        )
+        output = dispatch.run(call, impl)
     loss = output.loss
     if loss.dim() > 0:  # one for each token
         loss = loss.view(labels.shape)
-    if not return_statistics:
-        return (loss, output.lse.view(labels.shape)) if return_lse else loss
+    result: list[Any] = [loss]
+    if return_lse:
+        result.append(output.lse.view(labels.shape))
+    if return_statistics:
+        assert output.log_probability is not None
+        assert output.entropy is not None
+        assert output.argmax is not None
+        statistics = TokenStatistics(
+            log_probability=output.log_probability.detach().view(labels.shape),
+            entropy=output.entropy.detach().view(labels.shape),
+            lse=output.lse.detach().view(labels.shape),
+            argmax=output.argmax.detach().view(labels.shape),
+        )
+        result.append(statistics)
+    return tuple(result) if len(result) > 1 else loss
 
-    statistics = TokenStatistics(
-        log_probability=_without_gradient(output.log_probability, labels.shape),
-        entropy=_without_gradient(output.entropy, labels.shape),
-        lse=_without_gradient(output.lse, labels.shape),
-        argmax=_without_gradient(output.argmax, labels.shape),
+
+def make_call(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    smoothing_target: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> LossCall:
+    """Check what a user gives, but for the numbers in tensors, and make a call of it."""
+    tensors, shard = checks.prepare(
+        hidden, weight, labels, bias, smoothing_target, token_weights, process_group
     )
-    return (loss, output.lse.view(labels.shape), statistics) if return_lse else (loss, statistics)
+    return LossCall.of(tensors, Options(**options), shard)
 
 
-def _without_gradient(statistic: Tensor | None, shape: torch.Size) -> Tensor:
-    assert statistic is not None  # `return_statistics` asked for it
-    return statistic.detach().view(shape)
-
-
-@spell_out_options
 def explain(
     hidden: Tensor,  # (..., D)
     weight: Tensor,  # (V, D)
     *,
-    bias: Tensor | None = None,  # (V,)
-    smoothing_target: Tensor | None = None,  # (V,)
-    token_weights: Tensor | None = None,  # (...)
-    process_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
     return_lse: bool = False,
     return_statistics: bool = False,
-    **options: Unpack[LossKeywords],
+    **keywords: Unpack[LossKeywords],
 ) -> str:
     """Say in a sentence which implementation `linear_cross_entropy` takes for these inputs and
     options, why it does, and how that one makes the gradient. For 8,192 tokens and a classifier of
@@ -330,13 +322,20 @@ def explain(
     for options, and for types, shapes, dtypes and devices of tensors. What the numbers in the
     tensors are is not looked at.
     """
-    check_names("explain", options)
-    checked = Options(return_lse=return_lse, return_statistics=return_statistics, **options)
     checks.check_tensors(hidden=hidden)  # the labels' shape is made from its shape
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64)
-    tensors, shard = prepare_tensors(
-        hidden, weight, labels, bias, smoothing_target, token_weights, process_group
+    call = make_call(
+        hidden,
+        weight,
+        labels,
+        return_lse=return_lse,
+        return_statistics=return_statistics,
+        **keywords,
     )
-    inputs = tensors.with_options(checked, shard)
-    checks.check_call(inputs)
-    return dispatch.explain(impl, inputs)
+    return dispatch.explain(impl, call)
+
+
+# `help()` and notebooks show the keywords one by one.
+_signature = inspect.signature(linear_cross_entropy)
+_shown = [parameter for name, parameter in _signature.parameters.items() if name != "labels"]
+vars(explain)["__signature__"] = _signature.replace(parameters=_shown, return_annotation=str)

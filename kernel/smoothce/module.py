@@ -1,11 +1,10 @@
 """The loss as a module, for code that configures its criterion once."""
 
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from smoothce.dispatch import check_impl
 from smoothce.linear_cross_entropy import LossResult, linear_cross_entropy
-from smoothce.options import LossKeywords, Options, check_names, spell_out_options
+from smoothce.options import Options
 
 
 class LinearCrossEntropy(nn.Module):
@@ -16,21 +15,35 @@ class LinearCrossEntropy(nn.Module):
     vocabulary call the function. Raises ValueError and TypeError as that does.
     """
 
-    @spell_out_options
     def __init__(
         self,
         *,
         impl: str = "auto",
         return_lse: bool = False,
         return_statistics: bool = False,
-        **options: Unpack[LossKeywords],
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        logit_scale: float | None = None,
+        z_loss: float = 0.0,
+        filter_eps: float | str | None = None,
+        workspace: int | str = "auto",
     ) -> None:
         super().__init__()
-        check_names("LinearCrossEntropy", options)
         check_impl(impl)
         self.impl = impl
         self.options = Options(
-            return_lse=return_lse, return_statistics=return_statistics, **options
+            label_smoothing=label_smoothing,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            z_loss=z_loss,
+            filter_eps=filter_eps,
+            workspace=workspace,
+            return_lse=return_lse,
+            return_statistics=return_statistics,
         )
 
     def forward(

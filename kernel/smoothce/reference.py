@@ -8,38 +8,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smoothce.options import Inputs, LossOutput, accumulation_dtype
+from smoothce.options import LossCall, LossOutput, accumulation_dtype
 
 
-def logits(inputs: Inputs, hidden: Tensor) -> Tensor:  # (N, V), of hidden states (N, D)
+def logits(call: LossCall, hidden: Tensor) -> Tensor:  # (N, V), of hidden states (N, D)
     """z = cap(logit_scale · E Cᵀ + b), where cap(z) = softcap · tanh(z / softcap)."""
     dtype = accumulation_dtype(hidden.dtype)
-    z = F.linear(hidden.to(dtype), inputs.weight.to(dtype)) * inputs.logit_scale
-    if inputs.bias is not None:
-        z = z + inputs.bias.to(dtype)
-    softcap = inputs.options.softcap
+    z = F.linear(hidden.to(dtype), call.weight.to(dtype)) * call.logit_scale
+    if call.bias is not None:
+        z = z + call.bias.to(dtype)
+    softcap = call.options.softcap
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     return z
 
 
-def loss(inputs: Inputs) -> LossOutput:
+def loss(call: LossCall) -> LossOutput:
     """ω (logsumexp_v z_v − (1−β) z_y − β Σ_v u_v z_v + ζ logsumexp²) per valid token, else 0."""
-    options = inputs.options
+    options = call.options
     smoothing = options.label_smoothing
-    valid = inputs.valid()
+    valid = call.valid()
     # A masked token's hidden state may hold anything, also NaN, which 0 times does not undo.
-    z = logits(inputs, inputs.hidden.where(valid[:, None], 0))
+    z = logits(call, call.hidden.where(valid[:, None], 0))
     lse = z.logsumexp(-1)
-    label_logit = _logit_of(z, inputs.labels.where(valid, 0))
+    label_logit = _logit_of(z, call.labels.where(valid, 0))
     losses = lse - (1 - smoothing) * label_logit + options.z_loss * lse.square()
     if smoothing != 0:
-        losses = losses - smoothing * _smoothing_logit(z, inputs.smoothing_target)
-    if inputs.token_weights is not None:
-        losses = inputs.token_weights * losses
+        losses = losses - smoothing * _smoothing_logit(z, call.smoothing_target)
+    if call.token_weights is not None:
+        losses = call.token_weights * losses
     losses = losses.where(valid, 0)
     if options.reduction != "none":
-        losses = losses.sum() * inputs.loss_scale(losses.dtype)
+        losses = losses.sum() * call.loss_scale(losses.dtype)
     output = LossOutput(losses, lse.where(valid, 0))
     if not options.return_statistics:
         return output
@@ -69,9 +69,9 @@ def _smoothing_logit(z: Tensor, smoothing_target: Tensor | None) -> Tensor:  # (
     return torch.where(smoothing_target > 0, smoothing_target * z, 0).sum(-1)
 
 
-def unsupported(inputs: Inputs) -> str | None:
-    return None if inputs.shard is None else "the reference knows no split vocabulary"
+def unsupported(call: LossCall) -> str | None:
+    return None if call.shard is None else "the reference knows no split vocabulary"
 
 
-def describe(inputs: Inputs) -> None:
-    """There is nothing to choose: all logits are held at once."""
+def describe(call: LossCall) -> None:
+    """Say nothing: all logits are held at once."""

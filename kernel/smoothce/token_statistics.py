@@ -7,8 +7,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from smoothce.checks import check_tensors, is_bias_dtype
-from smoothce.dispatch import autocast_dtype
+from smoothce.checks import autocast_dtype, check_tensors, is_bias_dtype
 from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import TokenStatistics, accumulation_dtype
 
@@ -74,12 +73,12 @@ def token_statistics(
 
 
 def _is_real_number(value: object) -> TypeGuard[float]:
-    """Whether a value can be divided as a number. Unlike `is_number` this accepts infinity: to ask
-    whether a number is finite breaks a graph of `torch.compile` in which it is a symbol."""
+    """Tell whether a value can be divided as a number. Unlike `is_number` this accepts infinity: to
+    ask whether a number is finite breaks a graph of `torch.compile` in which it is a symbol."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _loss_takes_bias(bias: Tensor, hidden: Tensor) -> bool:
-    """Whether the loss takes a bias of this dtype beside these hidden states. Autocast casts it,
-    whatever its dtype."""
+    """Tell whether the loss takes a bias of this dtype beside these hidden states. Autocast casts
+    it, whatever its dtype."""
     return autocast_dtype(hidden) is not None or is_bias_dtype(bias.dtype, hidden.dtype)

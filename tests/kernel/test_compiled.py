@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from smoothce import linear_cross_entropy, patch_model, token_statistics
-from smoothce.compile_operator import OperatorOutputs, OperatorTensors, schema_type
-from smoothce.options import InputTensors, LossOutput, Options
+from smoothce.options import Options
 
 # A number that is another in the next call becomes a symbol, or is compiled anew.
 OPTIONS = [
@@ -145,25 +144,8 @@ def test_around_a_model():
     torch.testing.assert_close(found(compiled), found(model), **close)
 
 
-def test_the_operator_takes_every_option_by_name():
-    schema = torch.ops.smoothce.loss.default._schema
-    keywords = [x.name for x in schema.arguments if x.kwarg_only]
-    assert keywords == [
-        "impl",
-        "needs",
-        "is_auto",
-        *(field.name for field in dataclasses.fields(Options)),
-    ]
-
-
-def test_an_options_annotation_gives_its_type_in_the_schema():
-    types = {float: "float", float | None: "float?", int | str: "SymInt", bool: "bool", str: "str"}
-    for annotation, expected in types.items():
-        assert schema_type(annotation) == expected
-    with pytest.raises(TypeError, match="no type for"):
-        schema_type(dict)
-
-
-def test_tuples_that_are_made_of_each_other_have_the_same_fields():
-    assert OperatorTensors._fields == (*InputTensors._fields, "upstream_loss", "upstream_lse")
-    assert OperatorOutputs._fields[: len(LossOutput._fields)] == LossOutput._fields
+def test_the_operators_take_every_option_by_name():
+    for operator in (torch.ops.smoothce.loss, torch.ops.smoothce.loss_backward):
+        keywords = [x.name for x in operator.default._schema.arguments if x.kwarg_only]
+        options = [field.name for field in dataclasses.fields(Options)]
+        assert keywords == ["impl", "needs", "auto", *options]

@@ -5,7 +5,6 @@ from the product E Cᵀ again; matrix products in fp32; and the rows of dE from 
 `recompute_backward` build on this.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,10 +12,7 @@ from triton import cdiv
 
 from smoothce.triton.forward import SavedProbabilities
 from smoothce.triton.tiles import base2_logits, descriptor, product_tile, programs, slope
-from smoothce.triton.tokens import Coefficients, LossCall, PackedTokens
-
-# Whether this PyTorch has matrix products of 16-bit factors in fp32.
-HAS_FP32_OUT = "dtype_out" in torch.ops.aten.addmm.overloads()
+from smoothce.triton.tokens import Coefficients, KernelCall, PackedTokens
 
 CONVERT_PROGRAMS = 16  # programs of `convert_kernel` to the rows of a token tile
 
@@ -122,7 +118,7 @@ def convert_kernel(
 
 
 def convert_to_dproduct(
-    call: LossCall,
+    call: KernelCall,
     tokens: PackedTokens,
     coefficients: Coefficients,
     saved: SavedProbabilities,
@@ -131,7 +127,6 @@ def convert_to_dproduct(
     """Turn the first n tokens' probabilities into their S, in place."""
     if n == 0:
         return
-    inputs = call.inputs
     rows = max(call.tiles.rows // CONVERT_PROGRAMS, 1)
     convert_kernel[(call.blocks, cdiv(n, rows))](
         memory=saved.probabilities,
@@ -140,23 +135,23 @@ def convert_to_dproduct(
         lses_base2=tokens.lse_base2,
         softmax_coefficients=coefficients.softmax,
         label_coefficients=coefficients.label,
-        smoothing_target=inputs.smoothing_target,
+        smoothing_target=call.smoothing_target,
         valid_count=tokens.valid_count,
         n_rows=n,
-        V=len(inputs.weight),
+        V=len(call.weight),
         padded=len(tokens.lse_base2),
         stride=saved.probabilities.stride(0),
         smoothing_factor=call.smoothing_factor,
-        smoothing=inputs.options.label_smoothing,
-        scale=inputs.logit_scale,
-        softcap=inputs.options.softcap,
+        smoothing=call.options.label_smoothing,
+        scale=call.logit_scale,
+        softcap=call.options.softcap,
         ROWS=rows,
         WIDTH=call.tiles.width,
     )
 
 
 def recompute_dproduct(
-    call: LossCall,
+    call: KernelCall,
     packed: Tensor,  # (n, D)
     tokens: PackedTokens,
     coefficients: Coefficients,
@@ -164,49 +159,31 @@ def recompute_dproduct(
     start: int,
     stop: int,
 ) -> Tensor:  # (n, stop − start)
-    """S of entries [start, stop), from the product."""
-    inputs = call.inputs
+    """Make S of entries [start, stop) from the product."""
     tiles = call.tiles
     recompute_kernel[(programs(packed.device),)](
         hidden=descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
-        weight=descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma),
-        bias=inputs.bias,
-        smoothing_target=inputs.smoothing_target,
+        weight=descriptor(call.weight, [tiles.width, tiles.depth], tiles.tma),
+        bias=call.bias,
+        smoothing_target=call.smoothing_target,
         labels=tokens.labels,
         lses_base2=tokens.lse_base2,
         softmax_coefficients=coefficients.softmax,
         label_coefficients=coefficients.label,
         dproduct=out,
         n_rows=len(packed),
-        V=len(inputs.weight),
+        V=len(call.weight),
         first_entry=start,
         chunk=stop - start,
         stride=out.stride(0),
         smoothing_factor=call.smoothing_factor,
-        smoothing=inputs.options.label_smoothing,
-        scale=inputs.logit_scale,
-        softcap=inputs.options.softcap,
+        smoothing=call.options.label_smoothing,
+        scale=call.logit_scale,
+        softcap=call.options.softcap,
         D=packed.shape[1],
         **tiles.product_settings,
     )
     return out[:, : stop - start]
-
-
-def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a · b in fp32, summed in it where this PyTorch can."""
-    if a.dtype == torch.float32 or not a.is_cuda:
-        return a.float() @ b.float()
-    if HAS_FP32_OUT:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).float()
-
-
-def add_matmul_fp32(sums: Tensor, a: Tensor, b: Tensor) -> None:
-    """sums += a · b, in fp32."""
-    if a.dtype != torch.float32 and a.is_cuda and HAS_FP32_OUT:
-        torch.ops.aten.addmm.dtype_out(sums, a, b, torch.float32, out=sums)
-    else:
-        sums += matmul_fp32(a, b)
 
 
 @triton.jit
@@ -226,45 +203,6 @@ def spread_hidden_kernel(
         tl.store(out + out_row * D + columns, gradient.to(out.dtype.element_ty), mask=columns < D)
 
 
-@triton.jit
-def finish_hidden_kernel(
-    sums,  # (·, D) fp32 Σ_v p̃_iv C_v, of packed tokens
-    order, valid_count,
-    labels, lses_base2, offsets_base2, softmax_coefficients, label_coefficients,  # of packed tokens
-    weight,  # (V, D)
-    mean_weight,  # (D,) β Σ_v u_v C_v; None without smoothing
-    out,  # (n, D) in the caller's order, written; 0 where a token is masked
-    smoothing, scale, D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One token, with w_i = a_i 2^(o_i − lse_i), at its place in the caller's order:
-
-    dE_i = scale (w_i Σ_v p̃_iv C_v − b_i ((1−β) C_y + β Σ_v u_v C_v))"""
-    place = tl.program_id(0).to(tl.int64)
-    out_row = tl.load(order + place).to(tl.int64)
-    valid_columns = tl.where(place < tl.load(valid_count), D, 0)
-    factor = tl.load(softmax_coefficients + place)
-    factor = factor * tl.exp2(tl.load(offsets_base2 + place) - tl.load(lses_base2 + place)) * scale
-    label_coefficient = tl.load(label_coefficients + place) * scale
-    label = tl.load(labels + place).to(tl.int64)
-    label_columns = tl.where(label >= 0, valid_columns, 0)
-    for start in range(0, D, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        gradient = tl.load(sums + place * D + columns, mask=columns < valid_columns, other=0.0)
-        label_weight = tl.load(
-            weight + tl.maximum(label, 0) * D + columns,
-            mask=columns < label_columns,
-            other=0.0,
-        )
-        gradient = gradient * factor - label_coefficient * (1.0 - smoothing) * label_weight.to(
-            tl.float32
-        )
-        if mean_weight is not None:
-            mean = tl.load(mean_weight + columns, mask=columns < valid_columns, other=0.0)
-            gradient -= label_coefficient * mean
-        gradient = tl.where(columns < valid_columns, gradient, 0.0)
-        tl.store(out + out_row * D + columns, gradient.to(out.dtype.element_ty), mask=columns < D)
-
-
 def write_hidden_from_dproduct(
     tokens: PackedTokens,
     sums: Tensor,  # (valid tokens or more, D) fp32 Σ_v S_iv C_v; rows behind them are not read
@@ -277,36 +215,6 @@ def write_hidden_from_dproduct(
         order=tokens.order,
         valid_count=tokens.valid_count,
         out=out,
-        D=d,
-        BLOCK=min(1024, triton.next_power_of_2(d)),
-    )
-
-
-def write_hidden_from_probabilities(
-    call: LossCall,
-    tokens: PackedTokens,
-    coefficients: Coefficients,
-    sums: Tensor,  # (valid tokens or more, D) fp32 Σ_v p̃_iv C_v; rows behind them are not read
-    mean_weight: Tensor | None,  # (D,) fp32 β Σ_v u_v C_v; None without smoothing
-    out: Tensor,  # (n, D) of all these tokens, masked ones too, written
-) -> None:
-    """Write dE of these tokens in the caller's order."""
-    inputs = call.inputs
-    d = out.shape[1]
-    finish_hidden_kernel[(len(out),)](
-        sums=sums,
-        order=tokens.order,
-        valid_count=tokens.valid_count,
-        labels=tokens.labels,
-        lses_base2=tokens.lse_base2,
-        offsets_base2=tokens.offset_base2,
-        softmax_coefficients=coefficients.softmax,
-        label_coefficients=coefficients.label,
-        weight=inputs.weight,
-        mean_weight=mean_weight,
-        out=out,
-        smoothing=inputs.options.label_smoothing,
-        scale=inputs.logit_scale,
         D=d,
         BLOCK=min(1024, triton.next_power_of_2(d)),
     )

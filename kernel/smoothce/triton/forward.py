@@ -26,7 +26,6 @@ same in all of a token's tiles. It is not absolute because a difference from the
 mostly small: then it loses no bits to the size of the logits, and the pair statistics fit fp16.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,8 +34,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
+from smoothce.options import LossOutput
 from smoothce.triton.tiles import LOG2E, base2_logits, descriptor, product_tile, programs
-from smoothce.triton.tokens import LossCall, PackedTokens, token_slices
+from smoothce.triton.tokens import KernelCall, PackedTokens, token_slices
 from smoothce.vocab_parallel import TokenLogitSums, merge_shards
 
 # In base 2, so that p̃ ≤ 2^64. Over 2^18 vocabulary entries Σ_v p̃_iv ≤ 2^82. Both this sum, which is
@@ -276,7 +276,7 @@ def losses_kernel(
     expected_logits, packed_argmaxes,  # (padded,), or None without token statistics
     valid_count, order, token_weights,  # (1,), (n_order,), (N,) or None
     lses_base2,  # (padded,) written, for the backward
-    losses, lses, log_probabilities, entropies, argmaxes,  # written at `order`: `Results`
+    losses, lses, log_probabilities, entropies, argmaxes,  # written at `order`: a `LossOutput`
     n_order, padded, smoothing, z_loss, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each token's loss and token statistics at its place in the caller's order."""
@@ -302,43 +302,23 @@ def losses_kernel(
         tl.store(argmaxes + source, tl.where(valid, argmax, -1), mask=known)
 
 
-@dataclass(frozen=True)
-class Results:
-    """What becomes a `LossOutput`, of each token, (N,) each, in the caller's order: losses that are
-    not yet reduced, and in the last three the token statistics, where they are asked for."""
+def empty_output(call: KernelCall) -> LossOutput:
+    """Allocate what becomes a call's output, (N,) each: losses that are not yet reduced, and token
+    statistics where they are asked for. Each has its own memory, as torch asks of what an operator
+    returns."""
+    labels = call.labels
+    losses, lse, log_probability, entropy = [
+        torch.empty_like(labels, dtype=torch.float32) for _ in range(4)
+    ]
+    if not call.options.return_statistics:
+        return LossOutput(losses, lse)
+    return LossOutput(losses, lse, log_probability, entropy, torch.empty_like(labels))
 
-    losses: Tensor  # fp32
-    lse: Tensor  # fp32
-    log_probability: Tensor | None = None  # fp32
-    entropy: Tensor | None = None  # fp32
-    argmax: Tensor | None = None  # int64
 
-    @classmethod
-    def allocate(cls, call: LossCall) -> "Results":
-        """Memory for the results of a call: each has its own, as torch asks of what an operator
-        returns."""
-        labels = call.inputs.labels
-        losses = torch.empty_like(labels, dtype=torch.float32)
-        lse = torch.empty_like(losses)
-        if not call.inputs.options.return_statistics:
-            return cls(losses, lse)
-        return cls(
-            losses,
-            lse,
-            log_probability=torch.empty_like(losses),
-            entropy=torch.empty_like(losses),
-            argmax=torch.empty_like(labels, dtype=torch.int64),
-        )
-
-    def of_tokens(self, where: slice) -> "Results":
-        """The results of these tokens, in the same memory."""
-        return Results(
-            losses=self.losses[where],
-            lse=self.lse[where],
-            log_probability=None if self.log_probability is None else self.log_probability[where],
-            entropy=None if self.entropy is None else self.entropy[where],
-            argmax=None if self.argmax is None else self.argmax[where],
-        )
+def output_of_tokens(output: LossOutput, where: slice) -> LossOutput:
+    """Return the output of these tokens, in the same memory."""
+    statistics = [None if x is None else x[where] for x in output[2:]]
+    return LossOutput(output.loss[where], output.lse[where], *statistics)
 
 
 class SavedProbabilities(NamedTuple):
@@ -351,158 +331,130 @@ class SavedProbabilities(NamedTuple):
     tile_offsets_base2: Tensor
 
 
-@dataclass(frozen=True)
-class BlockSums:
-    """What the forward finds of some tokens in each block of the vocabulary, (blocks, tokens)."""
+class BlockSums(NamedTuple):
+    """What the forward finds of some tokens in each block of the vocabulary, (blocks, tokens).
+
+    Fields have the names of the kernels' parameters."""
 
     # log2 Σ_v 2^z over the block, for base-2 logits z, relative to `reference_logit_base2`; that of
     # `PackedTokens` is absolute
     lse_base2: Tensor
     # Σ_v u_v z_v, or Σ_v z_v where u is uniform; None without smoothing
-    smoothing_logit_base2: Tensor | None = None
+    smoothing_logit_base2: Tensor | None
     # What token statistics are made of; None where they are not asked for:
-    expected_logit_base2: Tensor | None = None  # the mean of z by the softmax within the block
-    largest_logit_base2: Tensor | None = None  # the largest z
-    argmax: Tensor | None = None  # its row of C
+    expected_logit_base2: Tensor | None  # the mean of z by the softmax within the block
+    largest_logit_base2: Tensor | None  # the largest z
+    argmax: Tensor | None  # int32, its row of C
 
-    @staticmethod
-    def kept_fields(call: LossCall) -> dict[str, torch.dtype]:
-        """The fields that this call has, and their dtypes."""
-        dtypes = {"lse_base2": torch.float32}
-        if call.inputs.options.label_smoothing:
-            dtypes["smoothing_logit_base2"] = torch.float32
-        if call.inputs.options.return_statistics:
-            dtypes["expected_logit_base2"] = torch.float32
-            dtypes["largest_logit_base2"] = torch.float32
-            dtypes["argmax"] = torch.int32
-        return dtypes
 
-    @classmethod
-    def allocate(cls, call: LossCall, n_tokens: int) -> "BlockSums":
-        device = call.inputs.hidden.device
-        tensors = {}
-        for name, dtype in cls.kept_fields(call).items():
-            tensors[name] = torch.empty(call.blocks, n_tokens, device=device, dtype=dtype)
-        return cls(**tensors)
+def most_tokens_at_once(call: KernelCall) -> int:
+    """Return how many tokens to have block sums of at a time.
 
-    @classmethod
-    def most_tokens(cls, call: LossCall) -> int:
-        """How many tokens to have block sums of at a time.
-
-        They are whole tiles, and at least as many as the forward works on together: with fewer C
-        would be read more often."""
-        bytes_per_pair = sum(dtype.itemsize for dtype in cls.kept_fields(call).values())
-        bytes_per_tile = bytes_per_pair * call.blocks * call.tiles.rows
-        tiles = max(BLOCK_SUMS_BYTES // bytes_per_tile, call.tiles.group)
-        return tiles * call.tiles.rows
+    They are whole tiles, and at least as many as the forward works on together: with fewer C would
+    be read more often."""
+    numbers = 1 + bool(call.options.label_smoothing) + 3 * call.options.return_statistics
+    tiles = BLOCK_SUMS_BYTES // (4 * numbers * call.blocks * call.tiles.rows)
+    return max(tiles, call.tiles.group) * call.tiles.rows
 
 
 def run_forward(
-    call: LossCall,  # the one whose tokens `tokens.order` numbers (see below)
+    call: KernelCall,  # the one whose tokens `tokens.order` numbers (see below)
     packed: Tensor,  # (padded, D)
     tokens: PackedTokens,  # whose log-sum-exps and offsets are written
-    results: Results,  # of the tokens of `call`, written at these
+    output: LossOutput,  # of the tokens of `call`, written at these
     pair_statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
     saved: SavedProbabilities | None = None,  # written, at the packed tokens' places
 ) -> None:
     """Walk over the vocabulary once, and write what these tokens' losses and gradients need.
 
-    `call` is the whole call in `filtered`, where `tokens` has a super-block of its tokens, and
+    `call` is the whole call in `filter`, where `tokens` has a super-block of its tokens, and
     numbers them from the call's first. Elsewhere it is a part or super-block cut out of the call
-    (`LossCall.of_tokens`), and `tokens` has all tokens of that.
+    (`KernelCall.of_tokens`), and `tokens` has all tokens of that.
 
     Pair statistics are base-2 and relative to the label's logit (`reference_logit_base2`): the
     log-sum-exp and the largest logit within each block."""
-    sums = empty_sums(call, tokens)
-    for where in token_slices(len(packed), BlockSums.most_tokens(call)):
-        block_sums = BlockSums.allocate(call, where.stop - where.start)
-        walk_vocabulary(call, packed, tokens, where, block_sums, pair_statistics, saved)
+    numbers = torch.empty_like(tokens.label_logit)
+    sums = TokenLogitSums(
+        lse=numbers, label_logit=tokens.label_logit, smoothing_logit=torch.empty_like(numbers)
+    )
+    if call.options.return_statistics:
+        sums = sums._replace(
+            expected_logit=torch.empty_like(numbers),
+            largest_logit=torch.empty_like(numbers),
+            argmax=torch.empty_like(numbers, dtype=torch.int64),
+        )
+    for where in token_slices(len(packed), most_tokens_at_once(call)):
+        block_sums = walk_vocabulary(call, packed, tokens, where, pair_statistics, saved)
         join_blocks(call, tokens, where, block_sums, saved, sums)
         del block_sums  # before the next tokens' take their memory
-    if call.inputs.smoothing_target is None:  # the kernel has summed with weights of 1
-        sums.smoothing_logit.div_(call.inputs.vocabulary)
-    if call.inputs.shard is not None:
+    if call.smoothing_target is None:  # the kernel has summed with weights of 1
+        sums.smoothing_logit.div_(call.vocabulary)
+    if call.shard is not None:
         # `merge_shards` adds the ranks' label logits up, which `gather` has done already. Losses
         # take what `gather` has left in `tokens`, so that each rank may have zeros here.
         sums = sums._replace(label_logit=torch.zeros_like(sums.lse))
-        sums = merge_shards(sums, call.inputs.shard)
-    write_losses(call, tokens, sums, results)
-
-
-def empty_sums(call: LossCall, tokens: PackedTokens) -> TokenLogitSums:
-    """Memory for what `join_blocks` finds, beside the labels' logits, which are known."""
-    numbers = torch.empty_like(tokens.label_logit)
-    expected_logit = None
-    largest_logit = None
-    argmax = None
-    if call.inputs.options.return_statistics:
-        expected_logit = torch.empty_like(numbers)
-        largest_logit = torch.empty_like(numbers)
-        argmax = torch.empty_like(numbers, dtype=torch.int64)
-    return TokenLogitSums(
-        lse=numbers,
-        label_logit=tokens.label_logit,
-        smoothing_logit=torch.empty_like(numbers),
-        expected_logit=expected_logit,
-        largest_logit=largest_logit,
-        argmax=argmax,
-    )
+        sums = merge_shards(sums, call.shard)
+    write_losses(call, tokens, sums, output)
 
 
 def walk_vocabulary(
-    call: LossCall,
+    call: KernelCall,
     packed: Tensor,  # (padded, D)
     tokens: PackedTokens,
     where: slice,  # the packed tokens that are looked at
-    block_sums: BlockSums,  # of those tokens, written
     pair_statistics: Tensor | None,  # (2, blocks, padded), written at those tokens
     saved: SavedProbabilities | None,  # written at those tokens
-) -> None:
-    """Launch `forward_kernel`."""
-    inputs = call.inputs
+) -> BlockSums:
+    """Launch `forward_kernel`, and return what it writes."""
     tiles = call.tiles
-    options = inputs.options
+    options = call.options
     padded, d = packed.shape
-    v = len(inputs.weight)
-    pair_lse = None
-    pair_max = None
-    if pair_statistics is not None:
-        pair_lse, pair_max = pair_statistics.unbind()
+    v = len(call.weight)
+    n_tokens = where.stop - where.start
+
+    def block_sum(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return packed.new_empty(call.blocks, n_tokens, dtype=dtype) if wanted else None
+
+    statistics = options.return_statistics
+    block_sums = BlockSums(
+        lse_base2=packed.new_empty(call.blocks, n_tokens, dtype=torch.float32),
+        smoothing_logit_base2=block_sum(options.label_smoothing != 0),
+        expected_logit_base2=block_sum(statistics),
+        largest_logit_base2=block_sum(statistics),
+        argmax=block_sum(statistics, torch.int32),
+    )
     forward_kernel[(programs(packed.device) * WAVES,)](
+        **block_sums._asdict(),
         hidden=descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
-        weight=descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma),
-        bias=inputs.bias,
-        smoothing_target=inputs.smoothing_target,
+        weight=descriptor(call.weight, [tiles.width, tiles.depth], tiles.tma),
+        bias=call.bias,
+        smoothing_target=call.smoothing_target,
         valid_count=tokens.valid_count,
         label_logits=tokens.label_logit,
-        lse_base2=block_sums.lse_base2,
-        smoothing_logit_base2=block_sums.smoothing_logit_base2,
-        expected_logit_base2=block_sums.expected_logit_base2,
-        largest_logit_base2=block_sums.largest_logit_base2,
-        argmax=block_sums.argmax,
-        pair_lse=pair_lse,
-        pair_max=pair_max,
+        pair_lse=None if pair_statistics is None else pair_statistics[0],
+        pair_max=None if pair_statistics is None else pair_statistics[1],
         probabilities=None if saved is None else saved.probabilities,
         tile_offsets_base2=None if saved is None else saved.tile_offsets_base2,
         stride=0 if saved is None else saved.probabilities.stride(0),
         first_token=where.start,
-        n_tokens=where.stop - where.start,
+        n_tokens=n_tokens,
         padded=padded,
         V=v,
         n_blocks=call.blocks,
-        scale=inputs.logit_scale,
+        scale=call.logit_scale,
         softcap=options.softcap,
         D=d,
         GROUP=tiles.group,
         WAVES=WAVES,
         RAGGED=v % tiles.width != 0,
-        PLAIN=inputs.bias is None and options.softcap is None and inputs.logit_scale > 0,
+        PLAIN=call.bias is None and options.softcap is None and call.logit_scale > 0,
         **tiles.product_settings,
     )
+    return block_sums
 
 
 def join_blocks(
-    call: LossCall,
+    call: KernelCall,
     tokens: PackedTokens,
     where: slice,  # the packed tokens whose blocks are joined
     block_sums: BlockSums,  # of those tokens
@@ -512,11 +464,7 @@ def join_blocks(
     """Launch `finish_kernel`, which writes the tokens' offsets too where there is `saved`."""
     n_tokens = where.stop - where.start
     finish_kernel[(cdiv(n_tokens, FINISH_TOKENS),)](
-        lse_base2=block_sums.lse_base2,
-        smoothing_logit_base2=block_sums.smoothing_logit_base2,
-        expected_logit_base2=block_sums.expected_logit_base2,
-        largest_logit_base2=block_sums.largest_logit_base2,
-        argmax=block_sums.argmax,
+        **block_sums._asdict(),
         tile_offsets_base2=None if saved is None else saved.tile_offsets_base2,
         valid_count=tokens.valid_count,
         label_logits=tokens.label_logit,
@@ -528,7 +476,7 @@ def join_blocks(
         argmaxes=sums.argmax,
         first_token=where.start,
         n_tokens=n_tokens,
-        first_entry=0 if call.inputs.shard is None else call.inputs.shard.first_entry,
+        first_entry=0 if call.shard is None else call.shard.first_entry,
         n_blocks=call.blocks,
         padded=len(tokens.lse_base2),
         TOKENS=FINISH_TOKENS,
@@ -537,13 +485,13 @@ def join_blocks(
 
 
 def write_losses(
-    call: LossCall,
+    call: KernelCall,
     tokens: PackedTokens,
     sums: TokenLogitSums,  # over the whole vocabulary
-    results: Results,  # written
+    output: LossOutput,  # written
 ) -> None:
     """Launch `losses_kernel`."""
-    options = call.inputs.options
+    options = call.options
     padded = len(tokens.lse_base2)
     losses_kernel[(cdiv(padded, 1024),)](
         packed_lses=sums.lse,
@@ -553,13 +501,13 @@ def write_losses(
         packed_argmaxes=sums.argmax,
         valid_count=tokens.valid_count,
         order=tokens.order,
-        token_weights=call.inputs.token_weights,
+        token_weights=call.token_weights,
         lses_base2=tokens.lse_base2,
-        losses=results.losses,
-        lses=results.lse,
-        log_probabilities=results.log_probability,
-        entropies=results.entropy,
-        argmaxes=results.argmax,
+        losses=output.loss,
+        lses=output.lse,
+        log_probabilities=output.log_probability,
+        entropies=output.entropy,
+        argmaxes=output.argmax,
         n_order=len(tokens.order),
         padded=padded,
         smoothing=options.label_smoothing,

@@ -12,7 +12,7 @@ lse_i) and the token's coefficients a, b
 are two products with p̃ itself, so that no pass turns probabilities into S (`tokens.Coefficients`).
 The smoothing terms are of rank one, and take part in them as a row before the first token's. That
 row is û, which is u, or 1 for every entry where u is uniform, since 1 is exact in 16 bits. With κ,
-`LossCall.smoothing_factor`, it is κ û_v = β u_v, and the two products are
+`KernelCall.smoothing_factor`, it is κ û_v = β u_v, and the two products are
 
     [ û ]            [ Σ_v û_v C_v     ]          [ û ]ᵀ  [ ê             ]
     [ p̃ ]  ·  C  =  [ Σ_v p̃_iv C_v   ]          [ p̃ ]  · [ w_i scale E_i ]  =  dC
@@ -37,20 +37,13 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.options import Gradients
-from smoothce.triton.dproduct import (
-    add_matmul_fp32,
-    convert_to_dproduct,
-    matmul_fp32,
-    write_hidden_from_dproduct,
-    write_hidden_from_probabilities,
-)
-from smoothce.triton.forward import Results, SavedProbabilities, run_forward
-from smoothce.triton.made_gradients import MadeGradients
-from smoothce.triton.tiles import LOG2E
+from smoothce.options import Gradients, LossOutput
+from smoothce.triton.dproduct import convert_to_dproduct, write_hidden_from_dproduct
+from smoothce.triton.forward import SavedProbabilities, output_of_tokens, run_forward
+from smoothce.triton.tiles import LOG2E, add_matmul_fp32, matmul_fp32
 from smoothce.triton.tokens import (
     Coefficients,
-    LossCall,
+    KernelCall,
     PackedTokens,
     ValidCounts,
     coefficients,
@@ -71,6 +64,320 @@ U_LOW_E_HIGH = 2
 
 REPAIR_BLOCKS = 16  # vocabulary blocks that one program of `repair_kernel` looks at
 REPAIR_PROGRAMS = 4  # programs of it to the rows of a token tile
+
+
+def forward_with_gradients(
+    call: KernelCall, output: LossOutput, part_tokens: int, sum_in_fp32: bool
+) -> Gradients:
+    """Fill in the output and make the gradients, `part_tokens` tokens at a time. All that gradients
+    lack is the upstream factor, which comes in the backward.
+
+    With `sum_in_fp32` dC is summed in fp32 over the parts; otherwise each part rounds it."""
+    weight = call.weight
+    sums = GradientSums.allocate(call, sum_in_fp32)
+    # The forward writes whole tiles, and `part_tokens` is a number of them.
+    workspace = weight.new_empty(LEAD + part_tokens, call.blocks * call.tiles.width)
+    tile_offsets_base2 = weight.new_empty(call.blocks * part_tokens, dtype=torch.float32)
+    saved = SavedProbabilities(workspace[LEAD:], tile_offsets_base2)
+    smoothing_rows = None
+    if call.options.label_smoothing and call.options.softcap is None:
+        smoothing_rows = SmoothingRows.written_into(workspace, call)
+    loss_scale = call.loss_scale()
+    upstream_loss = torch.ones((), device=loss_scale.device, dtype=torch.float32)
+
+    places = token_slices(len(call.labels), part_tokens)
+    orders = [valid_first(call.of_tokens(where)) for where in places]
+    counts = ValidCounts([valid_count for _, valid_count in orders])
+    for i, (where, (order, valid_count)) in enumerate(zip(places, orders, strict=True)):
+        part_call = call.of_tokens(where)
+        tokens, packed = gather(part_call, order, valid_count)
+        run_forward(part_call, packed, tokens, output_of_tokens(output, where), saved=saved)
+        # asked for after the large kernel's launch, so that the device is busy meanwhile
+        n_valid = counts.values()[i]
+        n = len(part_call.labels) if n_valid is None else n_valid
+        part = Part(
+            call=part_call,
+            tokens=tokens,
+            packed=packed,
+            n=n,
+            coefficients=coefficients(part_call, tokens, upstream_loss, loss_scale),
+            saved=saved,
+            rows=workspace[: LEAD + n, : len(weight)],
+            d_hidden=None if sums.hidden is None else sums.hidden[where],
+        )
+        if call.options.softcap is not None:
+            add_from_dproduct(part, sums)
+        else:
+            repair(part, clear=n_valid is None)
+            add_from_probabilities(part, sums, smoothing_rows, is_last=where == places[-1])
+        del tokens, packed, part  # before the next part takes their memory
+    return sums.result(call)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the tokens after their forward."""
+
+    call: KernelCall  # of these tokens alone
+    tokens: PackedTokens
+    packed: Tensor  # (padded, D)
+    n: int  # rows of the products: the valid tokens, or all where the host does not know them
+    coefficients: Coefficients
+    saved: SavedProbabilities
+    rows: Tensor  # (LEAD + n, V) of the workspace: û, then the tokens' p̃
+    d_hidden: Tensor | None  # (tokens, D), written
+
+
+def add_from_dproduct(part: Part, sums: "GradientSums") -> None:
+    """Under a softcap: turn probabilities into S, which both products take, since the cap's slope
+    differs from logit to logit."""
+    n = part.n
+    convert_to_dproduct(part.call, part.tokens, part.coefficients, part.saved, n)
+    dproduct = part.rows[LEAD:]
+    # The bias is added after the scale, which S has as a factor.
+    ones = torch.ones_like(part.coefficients.softmax[:n])
+    sums.add_products(dproduct, part.packed[:n], ones, bias_divisor=part.call.logit_scale)
+    if part.d_hidden is not None:
+        d_hidden_sums = matmul_fp32(dproduct, part.call.weight)
+        write_hidden_from_dproduct(part.tokens, d_hidden_sums, part.d_hidden)
+
+
+def add_from_probabilities(
+    part: Part, sums: "GradientSums", smoothing_rows: "SmoothingRows | None", is_last: bool
+) -> None:
+    """Without a softcap: both products take the probabilities themselves."""
+    # dE comes first: its product takes p̃ as it is, and `weigh` changes the labels' p̃ in the
+    # workspace for dC.
+    if part.d_hidden is not None:
+        write_hidden(part, smoothing_rows, part.d_hidden)
+    if sums.weight is None and sums.bias is None:
+        return
+    states, bias_factors = weigh(part)
+    if smoothing_rows is not None:
+        smoothing_rows.add(part.packed[: part.n], part.coefficients.label[: part.n])
+    # ê sums over all parts, so that the last one alone adds the smoothing term, of every token.
+    if smoothing_rows is not None and is_last:
+        smoothing_rows.write_factors(states, bias_factors, part.call.logit_scale)
+        sums.add_products(part.rows, states, bias_factors)
+    else:
+        sums.add_products(part.rows[LEAD:], states[LEAD:], bias_factors[LEAD:])
+
+
+def repair(part: Part, clear: bool) -> None:
+    """Make all probabilities relative to their tokens' offsets. With `clear`, which is for where
+    the host does not know how many tokens are valid, make the rows of masked ones 0."""
+    if part.n == 0:
+        return
+    tiles = part.call.tiles
+    rows = max(tiles.rows // REPAIR_PROGRAMS, 1)
+    repair_kernel[(cdiv(part.call.blocks, REPAIR_BLOCKS), cdiv(part.n, rows))](
+        memory=part.saved.probabilities,
+        tile_offsets_base2=part.saved.tile_offsets_base2,
+        offsets_base2=part.tokens.offset_base2,
+        valid_count=part.tokens.valid_count,
+        n=part.n,
+        n_blocks=part.call.blocks,
+        padded=len(part.tokens.offset_base2),
+        stride=part.saved.probabilities.stride(0),
+        CLEAR=clear,
+        BLOCKS=REPAIR_BLOCKS,
+        ROWS=rows,
+        WIDTH=tiles.width,
+    )
+
+
+def write_hidden(part: Part, smoothing_rows: "SmoothingRows | None", out: Tensor) -> None:
+    """Write dE of these tokens in the caller's order, (tokens, D), 0 where they are masked."""
+    tokens = part.tokens
+    d = out.shape[1]
+    mean_weight = None
+    if smoothing_rows is not None and smoothing_rows.mean_weight is None:
+        products = matmul_fp32(part.rows, part.call.weight)
+        smoothing_rows.take_mean_weight(products)
+        products = products[LEAD:]
+    else:
+        products = matmul_fp32(part.rows[LEAD:], part.call.weight)
+    if smoothing_rows is not None:
+        mean_weight = smoothing_rows.mean_weight
+    finish_hidden_kernel[(len(out),)](
+        sums=products,
+        order=tokens.order,
+        valid_count=tokens.valid_count,
+        labels=tokens.labels,
+        lses_base2=tokens.lse_base2,
+        offsets_base2=tokens.offset_base2,
+        softmax_coefficients=part.coefficients.softmax,
+        label_coefficients=part.coefficients.label,
+        weight=part.call.weight,
+        mean_weight=mean_weight,
+        out=out,
+        smoothing=part.call.options.label_smoothing,
+        scale=part.call.logit_scale,
+        D=d,
+        BLOCK=min(1024, triton.next_power_of_2(d)),
+    )
+
+
+def weigh(part: Part) -> tuple[Tensor, Tensor]:
+    """Make the factors of dC's product, w_i scale E_i in (LEAD + n, D), and of the bias's, w_i in
+    (LEAD + n,); their first rows are 0. Changes the workspace as well: each label's p̃ becomes what
+    dC takes of it (`weigh_kernel`), so that dE must have been made before."""
+    n = part.n
+    tokens = part.tokens
+    d = part.packed.shape[1]
+    states = part.packed.new_zeros(LEAD + n, d)
+    bias_factors = part.packed.new_zeros(LEAD + n, dtype=torch.float32)
+    if n:
+        weigh_kernel[(n,)](
+            packed=part.packed,
+            labels=tokens.labels,
+            label_logits=tokens.label_logit,
+            lses_base2=tokens.lse_base2,
+            offsets_base2=tokens.offset_base2,
+            softmax_coefficients=part.coefficients.softmax,
+            label_coefficients=part.coefficients.label,
+            valid_count=tokens.valid_count,
+            memory=part.saved.probabilities,
+            stride=part.saved.probabilities.stride(0),
+            weighed=states[LEAD:],
+            token_factors=bias_factors[LEAD:],
+            smoothing=part.call.options.label_smoothing,
+            scale=part.call.logit_scale,
+            D=d,
+            BLOCK=min(1024, triton.next_power_of_2(d)),
+        )
+    return states, bias_factors
+
+
+@dataclass
+class SmoothingRows:
+    """Rows of the workspace by which the smoothing term −β u_v b_i of all tokens, of rank one, is a
+    part of the products. There are none without smoothing, nor under a softcap.
+
+    The module's docstring says what û, ê and κ are. In the inputs' dtype û = û_hi + û_lo and
+    ê = ê_hi + ê_lo are sums of two numbers (in fp32 the second ones are 0), and of their product
+    the smallest term is left out:
+
+        û ê ≈ û_hi ê_hi + û_hi ê_lo + û_lo ê_hi
+
+    So there are three rows of û in the workspace, beside three rows of ê among the hidden states
+    that dC's product takes:
+
+        row             of û    of ê    of the bias's factors
+        U_HIGH_E_HIGH   û_hi    ê_hi    ŵ
+        U_HIGH_E_LOW    û_hi    ê_lo    0
+        U_LOW_E_HIGH    û_lo    ê_hi    ŵ
+
+    where ŵ = −κ Σ_i b_i, since the bias is added after the scale. It has no low part, since the
+    tokens' factors w_i beside it are rounded to 16 bits once as well. û is in the workspace from
+    the first part on, whose dE needs Σ_v û_v C_v already: the first and the last row are enough for
+    that. ê and ŵ are sums over the tokens of all parts, so that the last part alone has them."""
+
+    smoothing_factor: float  # κ
+    hidden_sum: Tensor  # (D,) fp32, Σ_i b_i E_i over the parts so far
+    coefficient_sum: Tensor  # () fp32, Σ_i b_i over the parts so far
+    mean_weight: Tensor | None = None  # (D,) fp32 β Σ_v u_v C_v, from the first part on
+
+    @classmethod
+    def written_into(cls, workspace: Tensor, call: KernelCall) -> "SmoothingRows":
+        """Write û into the workspace's first rows."""
+        weight = call.weight
+        v, d = weight.shape
+        u_hat = call.smoothing_target
+        if u_hat is None:
+            u_hat = weight.new_ones(v, dtype=torch.float32)
+        high = u_hat.to(weight.dtype)
+        workspace[:LEAD].zero_()
+        workspace[U_HIGH_E_HIGH, :v] = high
+        workspace[U_HIGH_E_LOW, :v] = high
+        workspace[U_LOW_E_HIGH, :v] = u_hat - high.float()
+        return cls(
+            call.smoothing_factor,
+            hidden_sum=weight.new_zeros(d, dtype=torch.float32),
+            coefficient_sum=weight.new_zeros((), dtype=torch.float32),
+        )
+
+    def take_mean_weight(self, products: Tensor) -> None:
+        """Note β Σ_v u_v C_v, which is κ Σ_v û_v C_v, from the first rows of the product
+        (LEAD + n, V) · C."""
+        mean_weight = products[U_HIGH_E_HIGH] + products[U_LOW_E_HIGH]
+        self.mean_weight = self.smoothing_factor * mean_weight
+
+    def add(self, packed: Tensor, label_coefficients: Tensor) -> None:
+        """Note the hidden states (n, D) and coefficients (n,) of a part."""
+        self.hidden_sum += label_coefficients @ packed.float()
+        self.coefficient_sum += label_coefficients.sum()
+
+    def write_factors(self, states: Tensor, bias_factors: Tensor, scale: float) -> None:
+        """Write what dC's product and the bias's take beside the rows of û: ê into the first rows
+        of `states`, (·, D), and ŵ into those of `bias_factors`, (·,)."""
+        state = -self.smoothing_factor * scale * self.hidden_sum
+        states[U_HIGH_E_HIGH] = state  # which rounds it
+        states[U_HIGH_E_LOW] = state - states[U_HIGH_E_HIGH].float()
+        states[U_LOW_E_HIGH] = state
+        bias_factor = -self.smoothing_factor * self.coefficient_sum
+        bias_factors[U_HIGH_E_HIGH] = bias_factor
+        bias_factors[U_LOW_E_HIGH] = bias_factor
+
+
+@dataclass
+class GradientSums:
+    """The gradients that are wanted, up to the upstream factor, as far as parts have added to
+    them."""
+
+    hidden: Tensor | None  # (N, D), each row written once
+    weight: Tensor | None  # (V, D) in the inputs' dtype, or fp32
+    bias: Tensor | None  # (V,) fp32
+    begun: bool = False  # whether a part has been added; `weight` holds no numbers before that
+
+    @classmethod
+    def allocate(cls, call: KernelCall, sum_in_fp32: bool) -> "GradientSums":
+        hidden = call.hidden
+        weight = call.weight
+        d_weight = None
+        if call.needs.weight:
+            d_weight = torch.empty_like(weight, dtype=torch.float32 if sum_in_fp32 else None)
+        return cls(
+            hidden=torch.empty_like(hidden) if call.needs.hidden else None,
+            weight=d_weight,
+            bias=weight.new_zeros(len(weight), dtype=torch.float32) if call.needs.bias else None,
+        )
+
+    def add_products(
+        self,
+        rows: Tensor,  # (n, V)
+        states: Tensor,  # (n, D)
+        bias_factors: Tensor,  # (n,), rounded to the dtype of `rows`
+        bias_divisor: float = 1.0,
+    ) -> None:
+        """Add rowsᵀ · states to dC, and bias_factors · rows / bias_divisor to the bias's gradient.
+
+        The divisor is applied in fp32, where it is not rounded as the factors are."""
+        if len(rows) == 0:
+            return
+        if self.weight is not None:
+            if self.weight.dtype != rows.dtype:  # `sum_in_fp32`: dC is fp32, the rows 16 bits
+                if not self.begun:
+                    self.weight.zero_()
+                add_matmul_fp32(self.weight, rows.T, states)
+            elif self.begun:
+                self.weight.addmm_(rows.T, states)
+            else:
+                torch.mm(rows.T, states, out=self.weight)
+        if self.bias is not None:
+            self.bias += matmul_fp32(bias_factors.to(rows.dtype)[None], rows)[0] / bias_divisor
+        self.begun = True
+
+    def result(self, call: KernelCall) -> Gradients:
+        """Return the gradients of hidden and weight in the inputs' dtype, that of the bias in fp32:
+        autograd casts it to the bias's dtype."""
+        weight = self.weight
+        if weight is not None:
+            if not self.begun:
+                weight.zero_()
+            weight = weight.to(call.weight.dtype)
+        hidden = all_reduce_gradient(self.hidden, call.shard)
+        return Gradients(hidden=hidden, weight=weight, bias=self.bias)
 
 
 @triton.jit
@@ -115,7 +422,7 @@ def weigh_kernel(
     """One token: write its hidden state as dC takes it, and make its label's p̃ the
     p̃ − (1−β) b_i / w_i that dC takes.
 
-    (dE takes the label from `dproduct.finish_hidden_kernel`, which subtracts b_i (1−β) C_y.)"""
+    (dE takes the label from `finish_hidden_kernel`, which subtracts b_i (1−β) C_y.)"""
     token = tl.program_id(0)
     valid = token < tl.load(valid_count)
     lse_base2 = tl.load(lses_base2 + token)
@@ -145,359 +452,74 @@ def weigh_kernel(
         )
 
 
-def forward_with_gradients(
-    call: LossCall, results: Results, part_tokens: int, sum_in_fp32: bool
-) -> MadeGradients:
-    """Fill in the results and make the gradients, `part_tokens` tokens at a time.
+@triton.jit
+def finish_hidden_kernel(
+    sums,  # (·, D) fp32 Σ_v p̃_iv C_v, of packed tokens
+    order, valid_count,
+    labels, lses_base2, offsets_base2, softmax_coefficients, label_coefficients,  # of packed tokens
+    weight,  # (V, D)
+    mean_weight,  # (D,) β Σ_v u_v C_v; None without smoothing
+    out,  # (n, D) in the caller's order, written; 0 where a token is masked
+    smoothing, scale, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token, with w_i = a_i 2^(o_i − lse_i), at its place in the caller's order:
 
-    With `sum_in_fp32` dC is summed in fp32 over the parts; otherwise each part rounds it."""
-    places = token_slices(len(call.inputs.labels), part_tokens)
-    orders = [valid_first(call.of_tokens(where)) for where in places]
-    counts = ValidCounts([valid_count for _, valid_count in orders])
-    maker = GradientMaker.allocate(call, part_tokens, sum_in_fp32)
-    for i, (where, (order, valid_count)) in enumerate(zip(places, orders, strict=True)):
-        part_call = call.of_tokens(where)
-        tokens, packed = gather(part_call, order, valid_count)
-        own_results = results.of_tokens(where)
-        run_forward(part_call, packed, tokens, own_results, saved=maker.workspace.saved)
-        # asked for after the large kernel's launch, so that the device is busy meanwhile
-        n_valid = counts.values()[i]
-        maker.add(Part.of(part_call, where, tokens, packed, n_valid))
-        del tokens, packed  # before the next part takes their memory
-    return MadeGradients(maker.sums.result(call))
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """The memory that holds some tokens' probabilities, and û before them."""
-
-    memory: Tensor  # (LEAD + tokens, blocks · width) in the inputs' dtype
-    saved: SavedProbabilities  # the tokens' rows of it, which the forward writes
-    entries: int  # V: columns that have an entry of the vocabulary
-
-    @classmethod
-    def allocate(cls, call: LossCall, part_tokens: int) -> "Workspace":
-        weight = call.inputs.weight
-        tiles = call.tiles
-        # The forward writes whole tiles, and `part_tokens` is a number of them.
-        memory = weight.new_empty(LEAD + part_tokens, call.blocks * tiles.width)
-        tile_offsets_base2 = weight.new_empty(call.blocks * part_tokens, dtype=torch.float32)
-        return cls(memory, SavedProbabilities(memory[LEAD:], tile_offsets_base2), len(weight))
-
-    def rows(self, n: int) -> Tensor:
-        """What there is of the first n tokens, (n, V)."""
-        return self.memory[LEAD : LEAD + n, : self.entries]
-
-    def rows_with_lead(self, n: int) -> Tensor:
-        """The same after the rows of û, (LEAD + n, V)."""
-        return self.memory[: LEAD + n, : self.entries]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some of the tokens after their forward."""
-
-    call: LossCall  # of these tokens alone
-    where: slice  # which of the caller's tokens they are
-    tokens: PackedTokens
-    packed: Tensor  # (padded, D)
-    n: int  # rows of the products: the valid tokens, or all where the host does not know them
-    count_known: bool
-
-    @classmethod
-    def of(
-        cls,
-        call: LossCall,
-        where: slice,
-        tokens: PackedTokens,
-        packed: Tensor,
-        n_valid: int | None,
-    ) -> "Part":
-        size = where.stop - where.start
-        n = size if n_valid is None else n_valid
-        return cls(call, where, tokens, packed, n, count_known=n_valid is not None)
-
-
-@dataclass
-class SmoothingRows:
-    """Rows of the workspace by which the smoothing term −β u_v b_i of all tokens, of rank one, is a
-    part of the products. There are none without smoothing, nor under a softcap.
-
-    The module's docstring says what û, ê and κ are. In the inputs' dtype û = û_hi + û_lo and
-    ê = ê_hi + ê_lo are sums of two numbers (in fp32 the second ones are 0), and of their product
-    the smallest term is left out:
-
-        û ê ≈ û_hi ê_hi + û_hi ê_lo + û_lo ê_hi
-
-    So there are three rows of û in the workspace, beside three rows of ê among the hidden states
-    that dC's product takes:
-
-        row             of û    of ê    of the bias's factors
-        U_HIGH_E_HIGH   û_hi    ê_hi    ŵ
-        U_HIGH_E_LOW    û_hi    ê_lo    0
-        U_LOW_E_HIGH    û_lo    ê_hi    ŵ
-
-    where ŵ = −κ Σ_i b_i, since the bias is added after the scale. It has no low part, since the
-    tokens' factors w_i beside it are rounded to 16 bits once as well. û is in the workspace from
-    the first part on, whose dE needs Σ_v û_v C_v already: the first and the last row are enough for
-    that. ê and ŵ are sums over the tokens of all parts, so that the last part alone has them."""
-
-    smoothing_factor: float  # κ
-    hidden_sum: Tensor  # (D,) fp32, Σ_i b_i E_i over the parts so far
-    coefficient_sum: Tensor  # () fp32, Σ_i b_i over the parts so far
-    mean_weight: Tensor | None = None  # (D,) fp32 β Σ_v u_v C_v, from the first part on
-
-    @classmethod
-    def written_into(cls, workspace: Workspace, call: LossCall) -> "SmoothingRows":
-        """Write û into the workspace's first rows."""
-        weight = call.inputs.weight
-        v, d = weight.shape
-        u_hat = call.inputs.smoothing_target
-        if u_hat is None:
-            u_hat = weight.new_ones(v, dtype=torch.float32)
-        high = u_hat.to(weight.dtype)
-        memory = workspace.memory
-        memory[:LEAD].zero_()
-        memory[U_HIGH_E_HIGH, :v] = high
-        memory[U_HIGH_E_LOW, :v] = high
-        memory[U_LOW_E_HIGH, :v] = u_hat - high.float()
-        return cls(
-            call.smoothing_factor,
-            hidden_sum=weight.new_zeros(d, dtype=torch.float32),
-            coefficient_sum=weight.new_zeros((), dtype=torch.float32),
+    dE_i = scale (w_i Σ_v p̃_iv C_v − b_i ((1−β) C_y + β Σ_v u_v C_v))"""
+    place = tl.program_id(0).to(tl.int64)
+    out_row = tl.load(order + place).to(tl.int64)
+    valid_columns = tl.where(place < tl.load(valid_count), D, 0)
+    factor = tl.load(softmax_coefficients + place)
+    factor = factor * tl.exp2(tl.load(offsets_base2 + place) - tl.load(lses_base2 + place)) * scale
+    label_coefficient = tl.load(label_coefficients + place) * scale
+    label = tl.load(labels + place).to(tl.int64)
+    label_columns = tl.where(label >= 0, valid_columns, 0)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        gradient = tl.load(sums + place * D + columns, mask=columns < valid_columns, other=0.0)
+        label_weight = tl.load(
+            weight + tl.maximum(label, 0) * D + columns,
+            mask=columns < label_columns,
+            other=0.0,
         )
-
-    def take_mean_weight(self, products: Tensor) -> None:
-        """Note β Σ_v u_v C_v, which is κ Σ_v û_v C_v, from the first rows of the product
-        (LEAD + n, V) · C."""
-        mean_weight = products[U_HIGH_E_HIGH] + products[U_LOW_E_HIGH]
-        self.mean_weight = self.smoothing_factor * mean_weight
-
-    def add(self, packed: Tensor, label_coefficients: Tensor) -> None:
-        """Note the hidden states (n, D) and coefficients (n,) of a part."""
-        self.hidden_sum += label_coefficients @ packed.float()
-        self.coefficient_sum += label_coefficients.sum()
-
-    def write_factors(self, states: Tensor, bias_factors: Tensor, scale: float) -> None:
-        """Write what dC's product and the bias's take beside the rows of û: ê into the first rows
-        of `states`, (·, D), and ŵ into those of `bias_factors`, (·,)."""
-        state = -self.smoothing_factor * scale * self.hidden_sum
-        states[U_HIGH_E_HIGH] = state  # which rounds it
-        states[U_HIGH_E_LOW] = state - states[U_HIGH_E_HIGH].float()
-        states[U_LOW_E_HIGH] = state
-        bias_factor = -self.smoothing_factor * self.coefficient_sum
-        bias_factors[U_HIGH_E_HIGH] = bias_factor
-        bias_factors[U_LOW_E_HIGH] = bias_factor
-
-
-@dataclass
-class GradientSums:
-    """The gradients that are wanted, up to the upstream factor, as far as parts have added to
-    them."""
-
-    hidden: Tensor | None  # (N, D), each row written once
-    weight: Tensor | None  # (V, D) in the inputs' dtype, or fp32
-    bias: Tensor | None  # (V,) fp32
-    begun: bool = False  # whether a part has been added; `weight` holds no numbers before that
-
-    @classmethod
-    def allocate(cls, call: LossCall, sum_in_fp32: bool) -> "GradientSums":
-        hidden = call.inputs.hidden
-        weight = call.inputs.weight
-        d_weight = None
-        if call.needs.weight:
-            d_weight = torch.empty_like(weight, dtype=torch.float32 if sum_in_fp32 else None)
-        return cls(
-            hidden=torch.empty_like(hidden) if call.needs.hidden else None,
-            weight=d_weight,
-            bias=weight.new_zeros(len(weight), dtype=torch.float32) if call.needs.bias else None,
+        gradient = gradient * factor - label_coefficient * (1.0 - smoothing) * label_weight.to(
+            tl.float32
         )
-
-    def add_products(
-        self,
-        rows: Tensor,  # (n, V)
-        states: Tensor,  # (n, D)
-        bias_factors: Tensor,  # (n,), rounded to the dtype of `rows`
-        bias_divisor: float = 1.0,
-    ) -> None:
-        """Add rowsᵀ · states to dC, and bias_factors · rows / bias_divisor to the bias's gradient.
-
-        The divisor is applied in fp32, where it is not rounded as the factors are."""
-        if len(rows) == 0:
-            return
-        if self.weight is not None:
-            if self.weight.dtype != rows.dtype:  # `sum_in_fp32`: dC is fp32, the rows 16 bits
-                if not self.begun:
-                    self.weight.zero_()
-                add_matmul_fp32(self.weight, rows.T, states)
-            elif self.begun:
-                self.weight.addmm_(rows.T, states)
-            else:
-                torch.mm(rows.T, states, out=self.weight)
-        if self.bias is not None:
-            self.bias += matmul_fp32(bias_factors.to(rows.dtype)[None], rows)[0] / bias_divisor
-        self.begun = True
-
-    def result(self, call: LossCall) -> Gradients:
-        """The gradients of hidden and weight in the inputs' dtype, that of the bias in fp32:
-        autograd casts it to the bias's dtype."""
-        weight = self.weight
-        if weight is not None:
-            if not self.begun:
-                weight.zero_()
-            weight = weight.to(call.inputs.weight.dtype)
-        hidden = all_reduce_gradient(self.hidden, call.inputs.shard)
-        return Gradients(hidden=hidden, weight=weight, bias=self.bias)
+        if mean_weight is not None:
+            mean = tl.load(mean_weight + columns, mask=columns < valid_columns, other=0.0)
+            gradient -= label_coefficient * mean
+        gradient = tl.where(columns < valid_columns, gradient, 0.0)
+        tl.store(out + out_row * D + columns, gradient.to(out.dtype.element_ty), mask=columns < D)
 
 
-def products_take_probabilities(call: LossCall) -> bool:
-    """Whether dE and dC are products with p̃ itself. Under a softcap they take S, since the cap's
-    slope differs from logit to logit."""
-    return call.inputs.options.softcap is None
+@triton.jit
+def scale_kernel(values, factors, size, D: tl.constexpr, BLOCK: tl.constexpr):
+    """The values times one factor, or where D is given times one for each row of D numbers."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if D is not None:
+        factor = tl.load(factors + places // D, mask=places < size, other=0.0)
+        scaled = tl.load(values + places, mask=places < size, other=0.0).to(tl.float32) * factor
+        tl.store(values + places, scaled.to(values.dtype.element_ty), mask=places < size)
+    else:
+        factor = tl.load(factors)
+        if factor != 1.0:  # in a plain `loss.backward()` it is 1, and then nothing is read
+            scaled = tl.load(values + places, mask=places < size, other=0.0).to(tl.float32) * factor
+            tl.store(values + places, scaled.to(values.dtype.element_ty), mask=places < size)
 
 
-@dataclass(frozen=True)
-class GradientMaker:
-    """Makes the gradients, part by part, from the probabilities in its workspace."""
-
-    workspace: Workspace
-    sums: GradientSums
-    smoothing_rows: SmoothingRows | None  # None without smoothing, and under a softcap
-    upstream_loss: Tensor  # () 1: the upstream factor comes in the backward
-    loss_scale: Tensor  # ()
-    n_tokens: int  # of all parts
-
-    @classmethod
-    def allocate(cls, call: LossCall, part_tokens: int, sum_in_fp32: bool) -> "GradientMaker":
-        inputs = call.inputs
-        loss_scale = inputs.loss_scale()
-        sums = GradientSums.allocate(call, sum_in_fp32)
-        workspace = Workspace.allocate(call, part_tokens)
-        smoothing_rows = None
-        if inputs.options.label_smoothing and products_take_probabilities(call):
-            smoothing_rows = SmoothingRows.written_into(workspace, call)
-        upstream_loss = torch.ones((), device=loss_scale.device, dtype=torch.float32)
-        return cls(workspace, sums, smoothing_rows, upstream_loss, loss_scale, len(inputs.labels))
-
-    def add(self, part: Part) -> None:
-        """Write dE of these tokens; write dC and the bias's gradient, or add to them."""
-        token_coefficients = coefficients(
-            part.call, part.tokens, self.upstream_loss, self.loss_scale
+def scale_gradients(
+    gradients: Gradients,  # contiguous, multiplied in place
+    upstream_loss: Tensor,  # fp32 (), or (N,) where there is a gradient of hidden alone
+) -> None:
+    """Multiply gradients made in the forward by the upstream factor that the backward brings."""
+    factors = upstream_loss.contiguous()
+    for gradient in gradients:
+        if gradient is None or gradient.numel() == 0:
+            continue
+        scale_kernel[(cdiv(gradient.numel(), 4096),)](
+            values=gradient,
+            factors=factors,
+            size=gradient.numel(),
+            D=gradient.shape[1] if factors.dim() else None,
+            BLOCK=4096,
+            num_warps=8,
         )
-        if products_take_probabilities(part.call):
-            self.add_from_probabilities(part, token_coefficients)
-        else:
-            self.add_from_dproduct(part, token_coefficients)
-
-    def add_from_dproduct(self, part: Part, token_coefficients: Coefficients) -> None:
-        """Under a softcap: turn probabilities into S, which both products take."""
-        n = part.n
-        inputs = part.call.inputs
-        convert_to_dproduct(part.call, part.tokens, token_coefficients, self.workspace.saved, n)
-        dproduct = self.workspace.rows(n)
-        # The bias is added after the scale, which S has as a factor.
-        ones = torch.ones_like(token_coefficients.softmax[:n])
-        self.sums.add_products(dproduct, part.packed[:n], ones, bias_divisor=inputs.logit_scale)
-        if self.sums.hidden is not None:
-            d_hidden_sums = matmul_fp32(dproduct, inputs.weight)
-            write_hidden_from_dproduct(part.tokens, d_hidden_sums, self.sums.hidden[part.where])
-
-    def add_from_probabilities(self, part: Part, token_coefficients: Coefficients) -> None:
-        """Without a softcap: both products take the probabilities themselves."""
-        self.repair(part)
-        # dE comes first: its product takes p̃ as it is, and `weigh` changes the labels' p̃ in the
-        # workspace for dC.
-        if self.sums.hidden is not None:
-            self.write_hidden(part, token_coefficients, self.sums.hidden[part.where])
-        if self.sums.weight is None and self.sums.bias is None:
-            return
-        states, bias_factors = self.weigh(part, token_coefficients)
-        smoothing_rows = self.smoothing_rows
-        if smoothing_rows is not None:
-            n = part.n
-            smoothing_rows.add(part.packed[:n], token_coefficients.label[:n])
-        # ê sums over all parts, so that the last one alone adds the smoothing term, of every token.
-        is_last_part = part.where.stop == self.n_tokens
-        if smoothing_rows is not None and is_last_part:
-            smoothing_rows.write_factors(states, bias_factors, part.call.inputs.logit_scale)
-            rows = self.workspace.rows_with_lead(part.n)
-            self.sums.add_products(rows, states, bias_factors)
-        else:
-            self.sums.add_products(self.workspace.rows(part.n), states[LEAD:], bias_factors[LEAD:])
-
-    def repair(self, part: Part) -> None:
-        """Make all probabilities relative to their tokens' offsets."""
-        if part.n == 0:
-            return
-        tiles = part.call.tiles
-        n_blocks = part.call.blocks
-        saved = self.workspace.saved
-        rows = max(tiles.rows // REPAIR_PROGRAMS, 1)
-        repair_kernel[(cdiv(n_blocks, REPAIR_BLOCKS), cdiv(part.n, rows))](
-            memory=saved.probabilities,
-            tile_offsets_base2=saved.tile_offsets_base2,
-            offsets_base2=part.tokens.offset_base2,
-            valid_count=part.tokens.valid_count,
-            n=part.n,
-            n_blocks=n_blocks,
-            padded=len(part.tokens.offset_base2),
-            stride=saved.probabilities.stride(0),
-            CLEAR=not part.count_known,
-            BLOCKS=REPAIR_BLOCKS,
-            ROWS=rows,
-            WIDTH=tiles.width,
-        )
-
-    def write_hidden(
-        self,
-        part: Part,
-        token_coefficients: Coefficients,
-        out: Tensor,  # (tokens, D)
-    ) -> None:
-        """Write dE of the part's tokens."""
-        weight = part.call.inputs.weight
-        smoothing_rows = self.smoothing_rows
-        if smoothing_rows is not None and smoothing_rows.mean_weight is None:
-            products = matmul_fp32(self.workspace.rows_with_lead(part.n), weight)
-            smoothing_rows.take_mean_weight(products)
-            d_hidden_sums = products[LEAD:]
-        else:
-            d_hidden_sums = matmul_fp32(self.workspace.rows(part.n), weight)
-        mean_weight = None
-        if smoothing_rows is not None:
-            mean_weight = smoothing_rows.mean_weight
-        write_hidden_from_probabilities(
-            part.call, part.tokens, token_coefficients, d_hidden_sums, mean_weight, out
-        )
-
-    def weigh(self, part: Part, token_coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-        """The factors of dC's product, w_i scale E_i in (LEAD + n, D), and of the bias's, w_i in
-        (LEAD + n,); their first rows are 0. Changes the workspace as well: each label's p̃ becomes
-        what dC takes of it (`weigh_kernel`), so that dE must have been made before."""
-        n = part.n
-        inputs = part.call.inputs
-        tokens = part.tokens
-        d = part.packed.shape[1]
-        states = part.packed.new_zeros(LEAD + n, d)
-        bias_factors = part.packed.new_zeros(LEAD + n, dtype=torch.float32)
-        if n:
-            saved = self.workspace.saved
-            weigh_kernel[(n,)](
-                packed=part.packed,
-                labels=tokens.labels,
-                label_logits=tokens.label_logit,
-                lses_base2=tokens.lse_base2,
-                offsets_base2=tokens.offset_base2,
-                softmax_coefficients=token_coefficients.softmax,
-                label_coefficients=token_coefficients.label,
-                valid_count=tokens.valid_count,
-                memory=saved.probabilities,
-                stride=saved.probabilities.stride(0),
-                weighed=states[LEAD:],
-                token_factors=bias_factors[LEAD:],
-                smoothing=inputs.options.label_smoothing,
-                scale=inputs.logit_scale,
-                D=d,
-                BLOCK=min(1024, triton.next_power_of_2(d)),
-            )
-        return states, bias_factors

@@ -5,29 +5,22 @@ shapes and from `torch.use_deterministic_algorithms`. Neither the tensors' value
 memory matter, so equal calls choose alike. Where ranks share a vocabulary, it follows from the rank
 that has most of it, so that all ranks choose the same and take part in the same collectives.
 
-`threshold` says whether gradients are filtered, `plan_for` chooses the way, `describe` puts it into
-words for `smoothce.explain`. Two choices are made elsewhere: whether a filtered call makes its
-gradients in the forward (`filtered.makes_gradients_in_forward`), and which pairs of a token and a
-block the filter computes (`filter_plan`).
+`plan_for` chooses the way, `describe` puts it into words for `smoothce.explain`. Whether gradients
+are filtered is in the call already (`filter.threshold`).
 """
 
 import math
 from typing import Literal, NamedTuple
 
-import torch
 from triton import cdiv
-from typing_extensions import assert_never  # not yet in Python 3.10's typing
 
-from smoothce.options import Inputs, Needs, lacks_gradient_range
-from smoothce.triton.tokens import LossCall
-
-# filter_eps="auto" is AUTO_EPS · V^(-1/4): 2^-8.3 at 256,000 entries and 2^-7.6 at 32,768, which
-# gives about the same error for all. It was still faster than the exact gradient at 8,192 entries.
-AUTO_EPS = 2.0**-8.3 * 256000**0.25
-LEAST_FILTERED_ENTRIES = 8192  # with fewer there is too little to skip: "auto" is exact
+from smoothce.options import lacks_gradient_range
+from smoothce.triton.tokens import KernelCall
 
 BUSY_TOKENS = 2048  # tokens whose products keep a GPU busy
-LEAST_TOKENS = 512  # where there is room for fewer, computing logits twice costs less
+# Where there is room for fewer, computing logits twice costs less. (Parts may be smaller: with room
+# for 512 of 600 tokens, they have 384 and 216.)
+LEAST_TOKENS = 512
 MOST_ROUNDINGS = 8  # most parts after each of which dC is rounded; more are summed in fp32
 
 # Under a softcap the forward's gradients take each logit from its saved probability, which can be
@@ -51,28 +44,8 @@ class GradientPlan(NamedTuple):
     sum_in_fp32: bool = False  # whether dC is summed in fp32 over the parts
 
 
-def threshold(inputs: Inputs, needs: Needs) -> float | None:
-    """The 2-norm of a block's probabilities below which it may be left out; None: exact.
-
-    "auto" follows from the entries of the whole vocabulary and of the rank that has most of them.
-    The filter adds with atomics, in an order that depends on timing. It makes no gradient of a
-    bias, knows no upstream gradient of the log-sum-exps, and its factors need more range than fp16
-    has. What it makes under a softcap is biased, which `describe` says."""
-    if torch.are_deterministic_algorithms_enabled():
-        return None
-    if inputs.options.return_lse or needs.bias or lacks_gradient_range(inputs.hidden.dtype):
-        return None
-    eps = inputs.options.filter_eps
-    if not isinstance(eps, str):
-        return eps
-    # "auto"
-    if inputs.most_rows < LEAST_FILTERED_ENTRIES:
-        return None
-    return AUTO_EPS * inputs.vocabulary**-0.25
-
-
-def plan_for(call: LossCall) -> GradientPlan:
-    """How this call makes its gradients."""
+def plan_for(call: KernelCall) -> GradientPlan:
+    """Choose how this call makes its gradients."""
     if not any(call.needs):
         return GradientPlan("none", "no input needs a gradient")
     if call.eps is not None:
@@ -81,9 +54,9 @@ def plan_for(call: LossCall) -> GradientPlan:
     if reason is not None:
         return GradientPlan("recompute_backward", reason)
     capacity = workspace_capacity(call)
-    if capacity.tokens < least_tokens(call):
+    n = len(call.labels)
+    if capacity.tokens < min(n, LEAST_TOKENS):
         return GradientPlan("recompute_backward", reason_of_small_workspace(call))
-    n = len(call.inputs.labels)
     return GradientPlan(
         "grad_in_forward",
         part_tokens=tokens_of_equal_parts(n, capacity.tokens, call.tiles.rows),
@@ -91,13 +64,13 @@ def plan_for(call: LossCall) -> GradientPlan:
     )
 
 
-def reason_to_recompute(call: LossCall) -> str | None:
-    """Why exact gradients cannot be made in the forward, whatever the workspace; None if they
+def reason_to_recompute(call: KernelCall) -> str | None:
+    """Say why exact gradients cannot be made in the forward, whatever the workspace; None if they
     can."""
-    options = call.inputs.options
+    options = call.options
     if options.workspace == 0:
         return "workspace is 0"
-    if lacks_gradient_range(call.inputs.hidden.dtype):
+    if lacks_gradient_range(call.hidden.dtype):
         return "fp16 has no range for gradients before a gradient scaler's factor"
     if options.return_lse:
         return "the log-sum-exps have an upstream gradient of their own"
@@ -118,9 +91,9 @@ class Capacity(NamedTuple):
     sum_in_fp32: bool  # whether dC is summed in fp32 beside them
 
 
-def workspace_capacity(call: LossCall) -> Capacity:
-    """For how many tokens at a time the option `workspace` leaves room, and whether the parts' dC
-    is summed in fp32.
+def workspace_capacity(call: KernelCall) -> Capacity:
+    """Find for how many tokens at a time the option `workspace` leaves room, and whether the parts'
+    dC is summed in fp32.
 
     In 16 bits dC is rounded after each part of the tokens. Where that would be more than
     MOST_ROUNDINGS times, it is summed in fp32 instead, and the sums take some of the bytes that
@@ -142,9 +115,9 @@ def workspace_capacity(call: LossCall) -> Capacity:
     3 · few tokens would take, and so less than those of a quarter of all tokens. (fp32 inputs need
     no such sums: their dC is summed in the inputs' dtype there too.)
     """
-    n = len(call.inputs.labels)
-    d = call.inputs.weight.shape[1]
-    workspace = call.inputs.options.workspace
+    n = len(call.labels)
+    d = call.weight.shape[1]
+    workspace = call.options.workspace
 
     if isinstance(workspace, str):  # "auto"
         if not call.needs.weight:
@@ -163,35 +136,28 @@ def workspace_capacity(call: LossCall) -> Capacity:
     return Capacity(most, sum_in_fp32=False)
 
 
-def can_sum_in_fp32(call: LossCall) -> bool:
-    """Whether sums of dC in fp32 would be better than those in its own dtype: where it is wanted,
-    and has 16 bits."""
-    return call.needs.weight and call.inputs.weight.element_size() < 4
+def can_sum_in_fp32(call: KernelCall) -> bool:
+    """Tell whether sums of dC in fp32 would be better than those in its own dtype: where it is
+    wanted, and has 16 bits."""
+    return call.needs.weight and call.weight.element_size() < 4
 
 
-def bytes_of_token(call: LossCall) -> int:
-    """The bytes of one token's probabilities in the workspace, on the rank that has most."""
-    return call.most_blocks * call.tiles.width * call.inputs.weight.element_size()
+def bytes_of_token(call: KernelCall) -> int:
+    """Return the bytes of one token's probabilities in the workspace, on the rank that has most."""
+    return call.most_blocks * call.tiles.width * call.weight.element_size()
 
 
-def bytes_of_fp32_sums(call: LossCall) -> int:
-    """The bytes of dC in fp32, on the rank that has most."""
-    return 4 * call.inputs.most_rows * call.inputs.weight.shape[1]
+def bytes_of_fp32_sums(call: KernelCall) -> int:
+    """Return the bytes of dC in fp32, on the rank that has most."""
+    return 4 * call.most_rows * call.weight.shape[1]
 
 
-def least_tokens(call: LossCall) -> int:
-    """For how many tokens the workspace must have room, at least, for gradients to be made in the
-    forward. (Parts may be smaller: with room for 512 of 600 tokens, they have 384 and 216.)
-    """
-    return min(len(call.inputs.labels), LEAST_TOKENS)
-
-
-def reason_of_small_workspace(call: LossCall) -> str:
-    """What a workspace of too few bytes lacks, and how many would be enough."""
-    workspace = call.inputs.options.workspace
+def reason_of_small_workspace(call: KernelCall) -> str:
+    """Say what a workspace of too few bytes lacks, and how many would be enough."""
+    workspace = call.options.workspace
     assert isinstance(workspace, int)  # "auto" is always enough
-    n = len(call.inputs.labels)
-    least = least_tokens(call)
+    n = len(call.labels)
+    least = min(n, LEAST_TOKENS)
     most = workspace // bytes_of_token(call)
     fewest_tokens = least * bytes_of_token(call)
     if can_sum_in_fp32(call):
@@ -215,8 +181,8 @@ def reason_of_small_workspace(call: LossCall) -> str:
 
 
 def tokens_of_equal_parts(n: int, most: int, tile_rows: int) -> int:
-    """The size of a part, in tokens, where n tokens are cut into the fewest equal parts of whole
-    tiles with at most `most` tokens each. A part has one tile at least."""
+    """Return the size of a part, in tokens, where n tokens are cut into the fewest equal parts of
+    whole tiles with at most `most` tokens each. A part has one tile at least."""
     most = max(most, tile_rows)
     parts = 1
     while True:
@@ -226,43 +192,25 @@ def tokens_of_equal_parts(n: int, most: int, tile_rows: int) -> int:
         parts += 1
 
 
-def describe(call: LossCall) -> str:
-    """The plan in words."""
+def describe(call: KernelCall) -> str:
+    """Put the plan into words."""
     plan = plan_for(call)
+    if plan.mode == "none":
+        return f"one product, for {plan.reason}"
+    if plan.mode == "filtered":
+        words = "some of the gradient's blocks are computed, small ones drawn at random"
+        if call.options.softcap is not None:
+            words += "; under a softcap the gradient is biased; filter_eps=None is exact"
+        return words
     # The forward's product, and one for each matrix whose gradient is wanted. The bias's gradient
     # is a product with a vector, which costs next to nothing.
-    products = 1
-    if call.needs.hidden:
-        products += 1
-    if call.needs.weight:
-        products += 1
-    match plan.mode:
-        case "none":
-            return f"one product, for {plan.reason}"
-        case "filtered":
-            return describe_filter(call)
-        case "recompute_backward":
-            return f"{products + 1} products, for {plan.reason}"
-        case "grad_in_forward":
-            return describe_workspace(call, plan, products)
-        case _:
-            assert_never(plan.mode)
-
-
-def describe_filter(call: LossCall) -> str:
-    """What the filter computes, and where it is not right on average, in words."""
-    words = "some of the gradient's blocks are computed, small ones drawn at random"
-    if call.inputs.options.softcap is not None:
-        words += "; under a softcap the gradient is biased; filter_eps=None is exact"
-    return words
-
-
-def describe_workspace(call: LossCall, plan: GradientPlan, products: int) -> str:
-    """How gradients are made in the forward, in words."""
+    products = 1 + call.needs.hidden + call.needs.weight
+    if plan.mode == "recompute_backward":
+        return f"{products + 1} products, for {plan.reason}"
     # This rank's. The plan itself goes by the rank that has most (`bytes_of_token`).
-    bytes_per_token = call.blocks * call.tiles.width * call.inputs.weight.element_size()
+    bytes_per_token = call.blocks * call.tiles.width * call.weight.element_size()
     counted = "1 product" if products == 1 else f"{products} products"
-    n = len(call.inputs.labels)
+    n = len(call.labels)
     words = (
         f"{counted}: gradients are made in the forward, {min(plan.part_tokens, n):,} of "
         f"{n:,} tokens at a time, in a workspace of "

@@ -31,16 +31,16 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.options import Gradients
+from smoothce.options import Gradients, LossOutput
 from smoothce.triton.dproduct import (
-    add_matmul_fp32,
     recompute_dproduct,
     write_hidden_from_dproduct,
 )
-from smoothce.triton.forward import Results, run_forward
+from smoothce.triton.forward import output_of_tokens, run_forward
+from smoothce.triton.tiles import add_matmul_fp32
 from smoothce.triton.tokens import (
     Coefficients,
-    LossCall,
+    KernelCall,
     PackedTokens,
     ValidCounts,
     coefficients,
@@ -51,7 +51,7 @@ from smoothce.triton.tokens import (
 from smoothce.vocab_parallel import all_reduce_gradient
 
 # A super-block is the tokens that are packed and worked on together, at most so many, here and in
-# `filtered`, which numbers them in int16.
+# `filter`, which numbers them in int16.
 SUPER_BLOCK_TOKENS = 8192
 
 # The chunk memory, for a chunk's S, is this module's own: what the option `workspace` limits is the
@@ -90,13 +90,13 @@ class RecomputeState(NamedTuple):
 
 def slices_of_super_blocks(n_tokens: int) -> list[slice]:
     """Which of the caller's tokens each super-block has. Each has an order of its own, valid tokens
-    first, unlike those of `filtered`."""
+    first, unlike those of `filter`."""
     return token_slices(n_tokens, SUPER_BLOCK_TOKENS)
 
 
-def forward_without_gradients(call: LossCall, results: Results) -> RecomputeState:
-    """Fill in the results; returns what `recompute_gradients` needs, if gradients are wanted."""
-    places = slices_of_super_blocks(len(call.inputs.labels))
+def forward_without_gradients(call: KernelCall, output: LossOutput) -> RecomputeState:
+    """Fill in the output; returns what `recompute_gradients` needs, if gradients are wanted."""
+    places = slices_of_super_blocks(len(call.labels))
     orders = [valid_first(call.of_tokens(where)) for where in places]
     counts = []
     if any(call.needs):  # else there is no backward to ask for them
@@ -105,7 +105,7 @@ def forward_without_gradients(call: LossCall, results: Results) -> RecomputeStat
     for where, (order, valid_count) in zip(places, orders, strict=True):
         super_block_call = call.of_tokens(where)
         tokens, packed = gather(super_block_call, order, valid_count)
-        run_forward(super_block_call, packed, tokens, results.of_tokens(where))
+        run_forward(super_block_call, packed, tokens, output_of_tokens(output, where))
         state.super_blocks.append(tokens)
         del packed  # before the next super-block takes its memory
     return state
@@ -121,18 +121,17 @@ class ClassifierGradients:
 
 
 def recompute_gradients(
-    call: LossCall,
+    call: KernelCall,
     state: RecomputeState,
     upstream_loss: Tensor,  # fp32, () or (N,)
     upstream_lse: Tensor | None,  # (N,)
     loss_scale: Tensor,  # ()
 ) -> Gradients:
     """The gradients that are wanted, made in the backward."""
-    inputs = call.inputs
-    hidden = inputs.hidden
-    v, d = inputs.weight.shape
+    hidden = call.hidden
+    v, d = call.weight.shape
     classifier = ClassifierGradients(
-        weight=torch.empty_like(inputs.weight) if call.needs.weight else None,
+        weight=torch.empty_like(call.weight) if call.needs.weight else None,
         bias=hidden.new_zeros(v, dtype=torch.float32) if call.needs.bias else None,
     )
     d_hidden: Tensor | None = None
@@ -164,19 +163,19 @@ def recompute_gradients(
     if call.needs.hidden and len(hidden) == 0:
         d_hidden = torch.empty_like(hidden)
     return Gradients(
-        hidden=all_reduce_gradient(d_hidden, inputs.shard),
+        hidden=all_reduce_gradient(d_hidden, call.shard),
         weight=classifier.weight,
         bias=classifier.bias,
     )
 
 
-def packed_again(super_block_call: LossCall, tokens: PackedTokens, n_valid: int | None) -> Tensor:
+def packed_again(super_block_call: KernelCall, tokens: PackedTokens, n_valid: int | None) -> Tensor:
     """The hidden states of a super-block's valid tokens, (n_valid, D).
 
     Where the host does not know how many are valid, they are those of all its tokens, valid ones
     first and then zeros: a masked token's hidden state may hold NaN, which its coefficient of 0
     would not undo."""
-    hidden = super_block_call.inputs.hidden
+    hidden = super_block_call.hidden
     if n_valid is None:
         packed = hidden.index_select(0, tokens.order)
         place = torch.arange(len(packed), device=packed.device)
@@ -188,7 +187,7 @@ def packed_again(super_block_call: LossCall, tokens: PackedTokens, n_valid: int 
 
 
 def add_super_block(
-    call: LossCall,  # of the super-block's tokens
+    call: KernelCall,  # of the super-block's tokens
     packed: Tensor,  # (n, D) hidden states of valid tokens
     tokens: PackedTokens,
     token_coefficients: Coefficients,
@@ -196,7 +195,7 @@ def add_super_block(
     d_hidden_sums: Tensor | None,  # (n, D) fp32, added to
 ) -> None:
     """Add a super-block's gradients, a chunk of the vocabulary at a time."""
-    weight = call.inputs.weight
+    weight = call.weight
     # Rows of dC that are not yet written lend their memory.
     free_memory = None if classifier.begun else classifier.weight
     for start, stop, dproduct in dproduct_by_chunks(
@@ -211,19 +210,19 @@ def add_super_block(
             add_matmul_fp32(d_hidden_sums, dproduct, weight[start:stop])
         if classifier.bias is not None:
             sums = dproduct.sum(0, dtype=torch.float32)
-            classifier.bias[start:stop] += sums / call.inputs.logit_scale
+            classifier.bias[start:stop] += sums / call.logit_scale
     classifier.begun = True
 
 
 def dproduct_by_chunks(
-    call: LossCall,
+    call: KernelCall,
     packed: Tensor,  # (n, D)
     tokens: PackedTokens,
     token_coefficients: Coefficients,
     free_memory: Tensor | None,  # dC while its rows are not written
 ) -> Iterator[tuple[int, int, Tensor]]:
     """S of entries [start, stop), (n, stop − start), each until the next is asked for."""
-    v = len(call.inputs.weight)
+    v = len(call.weight)
     n = len(packed)
     chunk = entries_of_chunk_memory(call, n)
     chunk_memory = packed.new_empty(n, chunk)
@@ -240,10 +239,10 @@ def dproduct_by_chunks(
         start = stop
 
 
-def entries_of_chunk_memory(call: LossCall, n: int) -> int:
+def entries_of_chunk_memory(call: KernelCall, n: int) -> int:
     """How many entries' S of n tokens the chunk memory holds: whole tiles."""
-    v, d = call.inputs.weight.shape
-    size = call.inputs.weight.element_size()
+    v, d = call.weight.shape
+    size = call.weight.element_size()
     most_bytes = min(CHUNK_BYTES, CHUNK_SHARE * (v + n) * d * size)
     if call.needs.hidden:  # less what dE's sum takes beyond dE
         most_bytes -= n * d * (4 - size)

@@ -2,7 +2,7 @@
 
 `tiles_for` picks the tile shapes for a GPU and a dtype; every launch of one call follows them. The
 `@triton.jit` functions at the end are steps of the kernels in `forward`, `dproduct` and
-`filter_kernels`: a tile of the product E Cᵀ, its base-2 logits, and their slope under a softcap.
+`filter.kernels`: a tile of the product E Cᵀ, its base-2 logits, and their slope under a softcap.
 """
 
 import os
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -19,6 +20,8 @@ except ImportError:  # Triton before 3.4 has none, and then no call uses the TMA
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LOG2E = tl.constexpr(1.4426950408889634)
+# Whether this PyTorch has matrix products of 16-bit factors in fp32.
+HAS_FP32_OUT = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,23 @@ def programs(device: torch.device) -> int:
     if device.type != "cuda":  # the interpreter's: few, but more than one
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Return a · b in fp32, summed in it where this PyTorch can."""
+    if a.dtype == torch.float32 or not a.is_cuda:
+        return a.float() @ b.float()
+    if HAS_FP32_OUT:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
+
+
+def add_matmul_fp32(sums: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a · b to the sums, in fp32."""
+    if a.dtype != torch.float32 and a.is_cuda and HAS_FP32_OUT:
+        torch.ops.aten.addmm.dtype_out(sums, a, b, torch.float32, out=sums)
+    else:
+        sums += matmul_fp32(a, b)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ The smoothing term has two names in code: `smoothing` is β, which the label's 1
 κ û_v = β u_v. So κ is β where there is a smoothing target, and β / V where there is none.
 """
 
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -30,54 +31,47 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.options import Inputs, Needs
+from smoothce.options import LossCall
 from smoothce.triton.tiles import LOG2E, Tiles
 
 
-class LossCall(NamedTuple):
-    """One call, as every step of it takes it: contiguous tensors, and how they are worked on."""
+@dataclass
+class KernelCall(LossCall):
+    """A call as every step of it takes it: contiguous tensors, and how they are worked on."""
 
-    inputs: Inputs
-    needs: Needs
-    tiles: Tiles
-    eps: float | None  # the filter's threshold; None where gradients are exact
+    tiles: Tiles = field(default_factory=Tiles)
+    eps: float | None = None  # the filter's threshold; None where gradients are exact
+    # Blocks of this rank's part of the vocabulary, of `tiles.width` entries each, and of the rank
+    # that has most, which all ranks cut their tokens by.
+    blocks: int = field(init=False)
+    most_blocks: int = field(init=False)
+    # κ, with κ û_v = β u_v for the û that kernels take: u, or 1 for every entry where u is uniform.
+    smoothing_factor: float = field(init=False)
 
-    @property
-    def blocks(self) -> int:
-        """How many blocks this rank's part of the vocabulary has, of `tiles.width` entries each."""
-        return cdiv(len(self.inputs.weight), self.tiles.width)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.blocks = cdiv(len(self.weight), self.tiles.width)
+        self.most_blocks = cdiv(self.most_rows, self.tiles.width)
+        self.smoothing_factor = self.options.label_smoothing
+        if self.smoothing_target is None:
+            self.smoothing_factor /= self.vocabulary
 
-    @property
-    def most_blocks(self) -> int:
-        """The blocks of the rank that has most, which all ranks cut their tokens by."""
-        return cdiv(self.inputs.most_rows, self.tiles.width)
+    def of_tokens(self, where: slice) -> "KernelCall":
+        """Return the call of these tokens alone.
 
-    @property
-    def smoothing_factor(self) -> float:
-        """κ, with κ û_v = β u_v for the û that kernels take: u, or 1 for every entry where u is
-        uniform."""
-        smoothing = self.inputs.options.label_smoothing
-        if self.inputs.smoothing_target is None:
-            return smoothing / self.inputs.vocabulary
-        return smoothing
-
-    def of_tokens(self, where: slice) -> "LossCall":
-        """The call of these tokens alone.
-
-        Its `inputs.loss_scale()` would be that of these tokens, which nobody wants: steps that work
-        on some of the tokens are given the whole call's."""
-        tensors = self.inputs.tensors
-        token_weights = tensors.token_weights
-        tensors = tensors._replace(
-            hidden=tensors.hidden[where],
-            labels=tensors.labels[where],
+        Its `loss_scale()` would be that of these tokens, which nobody wants: steps that work on
+        some of the tokens are given the whole call's."""
+        token_weights = self.token_weights
+        return replace(
+            self,
+            hidden=self.hidden[where],
+            labels=self.labels[where],
             token_weights=None if token_weights is None else token_weights[where],
         )
-        return self._replace(inputs=self.inputs._replace(tensors=tensors))
 
 
 def token_slices(n_tokens: int, size: int) -> list[slice]:
-    """All tokens in the caller's order, cut into pieces of at most `size`."""
+    """Cut all tokens, in the caller's order, into pieces of at most `size`."""
     return [slice(start, min(start + size, n_tokens)) for start in range(0, n_tokens, size)]
 
 
@@ -89,8 +83,8 @@ class PackedTokens(NamedTuple):
     `lse_base2` and `offset_base2`. `forward.run_forward` writes them, the latter where it saves
     probabilities."""
 
-    # (n,) int32, where each token is among those of the `LossCall` that they were packed from: the
-    # whole call's in `filtered`, those of a part or super-block in the other two ways.
+    # (n,) int32, where each token is among those of the call that they were packed from: the whole
+    # call's in `filter`, those of a part or super-block in the other two ways.
     order: Tensor
     valid_count: Tensor  # (1,) int32, how many are valid
     labels: Tensor  # (padded,) int32, the label's row of C; -1 where this rank has none
@@ -124,16 +118,16 @@ def order_kernel(labels, order, valid_count, ignore_index, n_tokens, BLOCK: tl.c
         n_before += tl.sum(is_valid, 0)
 
 
-def valid_first(call: LossCall) -> tuple[Tensor, Tensor]:
-    """The stable order that puts valid tokens first, (N,) int32, and their number, (1,) int32."""
-    labels = call.inputs.labels
+def valid_first(call: KernelCall) -> tuple[Tensor, Tensor]:
+    """Return the stable order that puts valid tokens first, (N,) int32, and their number, (1,)."""
+    labels = call.labels
     order = torch.empty(len(labels), device=labels.device, dtype=torch.int32)
     valid_count = torch.empty(1, device=labels.device, dtype=torch.int32)
     order_kernel[(1,)](
         labels=labels,
         order=order,
         valid_count=valid_count,
-        ignore_index=call.inputs.options.ignore_index,
+        ignore_index=call.options.ignore_index,
         n_tokens=len(labels),
         BLOCK=4096,
     )
@@ -197,7 +191,7 @@ def gather_kernel(
 
 
 def gather(
-    call: LossCall,
+    call: KernelCall,
     order: Tensor,  # (n,) the part of the order that belongs to these tokens
     valid_count: Tensor,  # (1,)
 ) -> tuple[PackedTokens, Tensor]:
@@ -205,9 +199,8 @@ def gather(
 
     Their labels' logits are computed on the way. Where ranks share a vocabulary this is a
     collective: each rank has some of the labels' rows, and the logits are summed over the ranks."""
-    inputs = call.inputs
-    shard = inputs.shard
-    hidden = inputs.hidden
+    shard = call.shard
+    hidden = call.hidden
     d = hidden.shape[1]
     padded = cdiv(len(order), call.tiles.rows) * call.tiles.rows
     packed = hidden.new_empty(padded, d)
@@ -221,18 +214,18 @@ def gather(
     )
     gather_kernel[(padded,)](
         hidden=hidden,
-        weight=inputs.weight,
-        bias=inputs.bias,
-        labels=inputs.labels,
+        weight=call.weight,
+        bias=call.bias,
+        labels=call.labels,
         order=order,
         valid_count=valid_count,
         packed=packed,
         packed_labels=tokens.labels,
         label_logits=tokens.label_logit,
         first_entry=0 if shard is None else shard.first_entry,
-        V=len(inputs.weight),
-        scale=inputs.logit_scale,
-        softcap=inputs.options.softcap,
+        V=len(call.weight),
+        scale=call.logit_scale,
+        softcap=call.options.softcap,
         D=d,
         BLOCK=min(1024, triton.next_power_of_2(d)),
         num_warps=4,
@@ -258,7 +251,7 @@ class Coefficients(NamedTuple):
     *factor* is another number: that of the whole reduced loss, by which made gradients are
     multiplied in the backward.) f_iv = ∂z_iv / ∂(E_i · C_v) is `tiles.slope`: the logit
     scale, times the cap's slope under a softcap. Everywhere in smoothce.triton S is this; what the
-    filter computes of it is called R (`filtered`)."""
+    filter computes of it is called R (`filter`)."""
 
     softmax: Tensor  # a: (padded,) fp32, 0 where there is no valid token
     label: Tensor  # b: (padded,) fp32, likewise
@@ -302,13 +295,13 @@ def coefficients_kernel(
 
 
 def coefficients(
-    call: LossCall,  # or the part of it whose tokens these are
+    call: KernelCall,  # or the part of it whose tokens these are
     tokens: PackedTokens,
     upstream_loss: Tensor,  # fp32: (N,) of the call's or part's tokens, or () where all are alike
     loss_scale: Tensor,  # ()
     upstream_lse: Tensor | None = None,  # (N,)
 ) -> Coefficients:
-    """What each of these tokens counts in the gradients."""
+    """Find what each of these tokens counts in the gradients."""
     if upstream_lse is not None:  # contiguous, for the gradient of a sum is one number repeated
         upstream_lse = upstream_lse.contiguous()
     padded = len(tokens.lse_base2)
@@ -320,12 +313,12 @@ def coefficients(
         lses_base2=tokens.lse_base2,
         upstream_loss=upstream_loss.contiguous(),
         loss_scale=loss_scale,
-        token_weights=call.inputs.token_weights,
+        token_weights=call.token_weights,
         upstream_lse=upstream_lse,
         softmax_coefficients=softmax,
         label_coefficients=label,
         padded=padded,
-        z_loss=call.inputs.options.z_loss,
+        z_loss=call.options.z_loss,
         PER_TOKEN=upstream_loss.dim() > 0,
         BLOCK=1024,
     )

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from loss_check import DEVICE, error, gradients, inputs, needs_narrow_cumsum
 
 from smoothce import linear_cross_entropy, triton
-from smoothce.options import InputTensors, Needs, Options
-from smoothce.triton import filter_plan, plan
-from smoothce.triton.filter_plan import (
+from smoothce.linear_cross_entropy import make_call
+from smoothce.triton import filter
+from smoothce.triton.filter import pairs
+from smoothce.triton.filter.pairs import (
     BLOCK_SHIFT,
     INDEX_MASK,
     INDEX_SHIFT,
@@ -22,7 +23,6 @@ from smoothce.triton.filter_plan import (
 )
 from smoothce.triton.tiles import tile_set, tiles_for
 
-BOTH = Needs(hidden=True, weight=True, bias=False)
 WIDTH = tiles_for(torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 64, device=DEVICE)).width
 
 
@@ -79,31 +79,32 @@ def test_a_token_whose_label_is_forbidden_keeps_its_softmax():
         torch.testing.assert_close(gradient, true_gradient, rtol=1e-3, atol=1e-6)
 
 
+def statistics_of(hidden, weight, labels, **options):
+    leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+    return filter.filter_statistics(triton.kernel_call(make_call(*leaves, labels, **options)))
+
+
 def test_blocks_of_small_norms_are_drawn_from_all_the_same():
     n, v = 128, 3 * WIDTH
     z = torch.zeros(n, v, device=DEVICE)
     z[:, :WIDTH] += 12  # leaves the other blocks next to nothing
     labels = torch.zeros(n, dtype=torch.long, device=DEVICE)
     eye = torch.eye(v, device=DEVICE)
-    share_kept, _ = triton.filter_statistics(z, eye, labels, None, Options(filter_eps=0.1))
-    kept_of_other_blocks = filter_plan.DRAWN / n
+    share_kept, _ = statistics_of(z, eye, labels, filter_eps=0.1)
+    kept_of_other_blocks = pairs.DRAWN / n
     assert abs(share_kept.item() - (1 + 2 * kept_of_other_blocks) / 3) < 0.05
 
 
 def test_statistics_of_a_tiny_threshold_say_that_nothing_is_left_out():
     hidden, weight, labels, _ = inputs(90, 150, 16, masked=0.3)
-    share_kept, mass_left_out = triton.filter_statistics(
-        hidden, weight, labels, None, Options(filter_eps=1e-12)
-    )
+    share_kept, mass_left_out = statistics_of(hidden, weight, labels, filter_eps=1e-12)
     assert share_kept.item() == 1
     assert mass_left_out.item() == 0
 
 
 def test_statistics_tell_what_was_left_out():
     hidden, weight, labels, _ = inputs(90, 150, 16, masked=0.3)
-    share_kept, mass_left_out = triton.filter_statistics(
-        hidden, weight, labels, None, Options(filter_eps=0.9)
-    )
+    share_kept, mass_left_out = statistics_of(hidden, weight, labels, filter_eps=0.9)
     width = tiles_for(hidden, weight).width
     is_valid = labels >= 0
     in_other_blocks = torch.arange(150, device=DEVICE) // width != labels[:, None] // width
@@ -141,7 +142,7 @@ def test_queue_items_wait_only_for_earlier_ones(listed, slices, ring):
     most_tiles = -(-62 // tiles.pair_rows)
     ring = max(ring, most_tiles)
     counts = torch.tensor(listed, dtype=torch.int32, device=DEVICE)
-    queue = filter_plan.schedule(counts, 60, slices, tiles, ring)
+    queue = pairs.schedule(counts, 60, slices, tiles, ring)
     items = queue.items[: queue.n_items.item()].tolist()
     n_shares = queue.n_shares.tolist()
     first_tile = queue.first_tile.tolist()
@@ -173,40 +174,40 @@ def test_what_does_not_fit_an_item_of_the_queue_is_refused():
     tiles = tiles_for(hidden, hidden)
     counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     with pytest.raises(AssertionError, match="4097 slices of D do not fit an item"):
-        filter_plan.schedule(counts, 60, 4097, tiles, 8)
+        pairs.schedule(counts, 60, 4097, tiles, 8)
     with pytest.raises(AssertionError, match="tiles of a block do not fit an item"):
-        filter_plan.schedule(counts, 4096 * tiles.pair_rows, 1, tiles, 8)
+        pairs.schedule(counts, 4096 * tiles.pair_rows, 1, tiles, 8)
     with pytest.raises(AssertionError, match="131073 vocabulary blocks do not fit an item"):
-        filter_plan.schedule(torch.empty(2**17 + 1, dtype=torch.int32), 60, 1, tiles, 8)
+        pairs.schedule(torch.empty(2**17 + 1, dtype=torch.int32), 60, 1, tiles, 8)
 
 
-def inputs_of(v, dtype=torch.float32, **options):
-    """A call whose tensors nobody holds."""
-    hidden = torch.empty(1, 16, dtype=dtype, device="meta")
-    weight = torch.empty(v, 16, dtype=dtype, device="meta")
+def call_of(v, dtype=torch.float32, bias=None, **options):
+    """A call of tensors that nobody holds."""
+    hidden = torch.empty(1, 16, dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty(v, 16, dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty(1, dtype=torch.int64, device="meta")
-    return InputTensors(hidden, weight, labels, None, None, None).with_options(Options(**options))
+    return make_call(hidden, weight, labels, bias=bias, **options)
 
 
 @pytest.mark.parametrize(("v", "eps"), [(256000, 2**-8.3), (16000, 2**-7.3), (8000, None)])
 def test_auto_is_exact_for_small_vocabularies(v, eps):
-    found = plan.threshold(inputs_of(v, filter_eps="auto"), BOTH)
+    found = filter.threshold(call_of(v, filter_eps="auto"))
     assert found == (eps if eps is None else pytest.approx(eps))
 
 
 def test_the_filter_is_off_in_fp16_and_for_a_bias():
-    assert plan.threshold(inputs_of(9, filter_eps=0.1), BOTH) == 0.1
-    assert plan.threshold(inputs_of(9, torch.float16, filter_eps=0.1), BOTH) is None
-    assert plan.threshold(inputs_of(9, filter_eps=0.1), BOTH._replace(bias=True)) is None
+    assert filter.threshold(call_of(9, filter_eps=0.1)) == 0.1
+    assert filter.threshold(call_of(9, torch.float16, filter_eps=0.1)) is None
+    bias = torch.empty(9, device="meta", requires_grad=True)
+    assert filter.threshold(call_of(9, bias=bias, filter_eps=0.1)) is None
     hidden = torch.zeros(4, 16, device=DEVICE, dtype=torch.float16)
     labels = torch.zeros(4, device=DEVICE, dtype=torch.int64)
-    options = Options(filter_eps=0.1)
-    computed, dropped = triton.filter_statistics(hidden, hidden, labels, None, options)
-    assert (computed, dropped) == (1, 0)  # as the loss, which filters nothing there
+    # as the loss, which filters nothing there
+    assert statistics_of(hidden, hidden, labels, filter_eps=0.1) == (1, 0)
 
 
 def test_the_filter_is_off_where_bits_are_to_come_again(monkeypatch):
     """The filter's atomics add in an order that depends on timing."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     for filter_eps in ("auto", 0.1):
-        assert plan.threshold(inputs_of(256000, filter_eps=filter_eps), BOTH) is None
+        assert filter.threshold(call_of(256000, filter_eps=filter_eps)) is None

@@ -15,7 +15,8 @@ from loss_check import check, error, gradients, inputs
 from torch import nn
 
 from smoothce import explain, linear_cross_entropy
-from smoothce.triton import dproduct, filter_kernels, filter_plan, forward, grad_in_forward, tokens
+from smoothce.triton import dproduct, forward, grad_in_forward, tokens
+from smoothce.triton.filter import kernels, pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -261,7 +262,7 @@ def compilations():
     """How often each kernel has been compiled for the current device."""
     device = torch.cuda.current_device()
     counts = {}
-    for module in (dproduct, grad_in_forward, filter_kernels, filter_plan, forward, tokens):
+    for module in (dproduct, grad_in_forward, kernels, pairs, forward, tokens):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel"):
                 counts[name] = len(kernel.device_caches[device][0])

@@ -24,7 +24,7 @@ from loss_check import (
 )
 
 from smoothce import linear_cross_entropy, triton
-from smoothce.triton import filtered, forward, grad_in_forward, plan, recompute_backward
+from smoothce.triton import filter, forward, grad_in_forward, plan, recompute_backward
 from smoothce.triton.tiles import tiles_for
 
 # Options that choose the way in which gradients are made.
@@ -54,7 +54,7 @@ def several_parts(monkeypatch):
 # What only a GPU's large shapes, or rare moments, would meet: attributes of modules to change.
 SITUATIONS = {
     "super-blocks of tokens": {
-        (filtered, "STATISTICS_BYTES"): 2**9,
+        (filter, "STATISTICS_BYTES"): 2**9,
         (recompute_backward, "SUPER_BLOCK_TOKENS"): 32,
     },
     "chunks of one tile in the memory of dC": {

@@ -8,10 +8,10 @@ import torch
 from loss_check import DEVICE
 
 from smoothce import explain, linear_cross_entropy
-from smoothce.options import InputTensors, Needs, Options
+from smoothce.options import Needs, Options
 from smoothce.triton import plan
 from smoothce.triton.tiles import Tiles
-from smoothce.triton.tokens import LossCall
+from smoothce.triton.tokens import KernelCall
 
 GEMMA = (256000, 2304)  # V and D of Gemma 2 2B
 QWEN = (151936, 1536)  # of Qwen2.5 1.5B
@@ -23,15 +23,18 @@ NONE = Needs(hidden=False, weight=False, bias=False)
 
 def call_of(n, v, d, dtype=torch.bfloat16, needs=BOTH, eps=None, **options):
     """A call with a GPU's tiles and with tensors that nobody holds."""
-    tensors = InputTensors(
+    return KernelCall(
         hidden=torch.empty(n, d, dtype=dtype, device="meta"),
         weight=torch.empty(v, d, dtype=dtype, device="meta"),
         labels=torch.empty(n, dtype=torch.int64, device="meta"),
         bias=None,
         smoothing_target=None,
         token_weights=None,
+        options=Options(**options),
+        needs=needs,
+        tiles=Tiles(),
+        eps=eps,
     )
-    return LossCall(tensors.with_options(Options(**options)), needs, Tiles(), eps)
 
 
 def plan_of(*shape, **options):

@@ -21,17 +21,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from smoothce import triton as triton_loss
-from smoothce.options import InputTensors, Options
+from smoothce.linear_cross_entropy import make_call
 from smoothce.triton import (
     dproduct,
-    filter_kernels,
-    filter_plan,
     forward,
     grad_in_forward,
     recompute_backward,
     tiles,
     tokens,
 )
+from smoothce.triton.filter import kernels, pairs
 
 # Bytes of a block, opted in: NVIDIA's CUDA C++ programming guide, compute capabilities.
 # fp16 takes the tiles of bf16.
@@ -69,7 +68,7 @@ def test_kernels_fit(capability, dtype):
 
 
 @pytest.mark.parametrize(
-    "module", [dproduct, filter_kernels, filter_plan, forward, grad_in_forward, tiles, tokens]
+    "module", [dproduct, kernels, pairs, forward, grad_in_forward, tiles, tokens]
 )
 def test_constants_are_normal_numbers_of_fp32(module):
     """Triton 3.6 takes any other constant for one of fp64, and computes in fp64 from there on."""
@@ -107,16 +106,9 @@ def compile_alone(capability: int) -> dict[str, int]:
 def training_step(dtype: torch.dtype, mode: dict[str, float]) -> None:
     hidden = torch.zeros(N_TOKENS, 256, dtype=dtype, requires_grad=True)
     weight = torch.zeros(1100, 256, dtype=dtype, requires_grad=True)
-    tensors = InputTensors(
-        hidden=hidden,
-        weight=weight,
-        labels=torch.zeros(N_TOKENS, dtype=torch.int64),
-        bias=None,
-        smoothing_target=None,
-        token_weights=None,
-    )
-    inputs = tensors.with_options(Options(label_smoothing=0.1, **mode))
-    triton_loss.loss(inputs).loss.backward()
+    labels = torch.zeros(N_TOKENS, dtype=torch.int64)
+    call = make_call(hidden, weight, labels, label_smoothing=0.1, **mode)
+    triton_loss.loss(call).loss.backward()
 
 
 def main(capability: str, dtype: str) -> None:

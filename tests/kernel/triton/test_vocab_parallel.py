@@ -11,8 +11,8 @@ import torch.multiprocessing as mp
 from loss_check import DEVICE, WIDE_CUMSUM, inputs
 
 from smoothce import chunked, linear_cross_entropy, token_mean_factor
-from smoothce.options import InputTensors, Options
-from smoothce.triton import filtered, plan
+from smoothce.options import TENSORS, LossCall, Options
+from smoothce.triton import filter, plan
 from smoothce.triton.tiles import tiles_for
 from smoothce.vocab_parallel import Shard
 
@@ -130,10 +130,11 @@ class LikeOnCuda(torch.Tensor):
 def chunk_alike(rank):
     """The chunked path joins each chunk's sums; on a GPU the rows say how large a chunk is."""
     hidden, weight, labels, _ = inputs(20, 32 + (rank == 0), 16)
-    tensors = InputTensors(hidden, weight.as_subclass(LikeOnCuda), labels, None, None, None)
+    tensors = dict(zip(TENSORS, (hidden, weight.as_subclass(LikeOnCuda), labels), strict=False))
     shard = Shard(dist.group.WORLD, first_entry=33 * rank, entries=65)
     chunked.GPU_CHUNK_LOGITS = 200 * 33
-    assert chunked._chunk_tokens(tensors.with_options(Options(), shard)) == 200
+    call = LossCall.of(dict.fromkeys(TENSORS) | tensors, Options(), shard)
+    assert chunked.chunk_tokens(call) == 200
 
 
 def choose_alike(rank):
@@ -143,10 +144,10 @@ def choose_alike(rank):
     smoothing = {"label_smoothing": 0.1}
     compare_uneven(uneven, workspace=16 * 2 * width * 4, **smoothing)
     if not WIDE_CUMSUM:
-        filtered.STATISTICS_BYTES = 2**8  # so that the blocks say how large super-blocks are
+        filter.STATISTICS_BYTES = 2**8  # so that the blocks say how large super-blocks are
         compare_uneven(uneven, filter_eps=1e-12, **smoothing)
         # "auto" on the one rank, exact on the other
-        plan.LEAST_FILTERED_ENTRIES, plan.AUTO_EPS = width + 1, 1e-12
+        filter.LEAST_FILTERED_ENTRIES, filter.AUTO_EPS = width + 1, 1e-12
         compare_uneven(uneven, filter_eps="auto", **smoothing)
 
     tensor = pytest.importorskip("torch.distributed.tensor")

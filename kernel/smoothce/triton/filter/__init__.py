@@ -21,8 +21,8 @@ to token: there R_iv has −g_i κ û_v f_iv too, and the last terms' sums are o
 What stands for the smoothing term of dropped pairs is wrong then, and no draw corrects it: the
 gradient is biased.
 
-`plan_super_blocks` runs the forward and lets `filter_plan` choose the pairs; `FilteredGradients`
-launches `filter_kernels`. Tokens are worked on in super-blocks, whose pair statistics bound the
+`plan_super_blocks` runs the forward and lets `pairs` choose them; `FilteredGradients`
+launches `kernels`. Tokens are worked on in super-blocks, whose pair statistics bound the
 memory. kernel/DERIVATION.md derives the equations and says why pairs are drawn.
 """
 
@@ -33,21 +33,25 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.options import Gradients
-from smoothce.triton.filter_kernels import block_sums_kernel, filtered_hidden_kernel, queue_kernel
-from smoothce.triton.filter_plan import PairPlan, plan_pairs, schedule
-from smoothce.triton.forward import Results, run_forward
-from smoothce.triton.made_gradients import MadeGradients
+from smoothce.options import Gradients, LossCall, LossOutput, lacks_gradient_range
+from smoothce.triton.filter.kernels import block_sums_kernel, filtered_hidden_kernel, queue_kernel
+from smoothce.triton.filter.pairs import PairPlan, plan_pairs, schedule
+from smoothce.triton.forward import empty_output, run_forward
 from smoothce.triton.recompute_backward import SUPER_BLOCK_TOKENS
 from smoothce.triton.tiles import descriptor, programs
 from smoothce.triton.tokens import (
-    LossCall,
+    KernelCall,
     PackedTokens,
     coefficients,
     gather,
     valid_first,
 )
 from smoothce.vocab_parallel import all_reduce_gradient
+
+# filter_eps="auto" is AUTO_EPS · V^(-1/4): 2^-8.3 at 256,000 entries and 2^-7.6 at 32,768, which
+# gives about the same error for all. It was still faster than the exact gradient at 8,192 entries.
+AUTO_EPS = 2.0**-8.3 * 256000**0.25
+LEAST_FILTERED_ENTRIES = 8192  # with fewer there is too little to skip: "auto" is exact
 
 STATISTICS_BYTES = 2**25  # of a super-block's pair statistics, before it is filled up to tiles
 BYTES_OF_A_PAIR = 4  # two fp16 pair statistics
@@ -80,7 +84,7 @@ class QueueMemory(NamedTuple):
 
     ring: Tensor  # (·, width) in the inputs' dtype: R of tiles until dC has read it
     ring_source: Tensor  # (·,) int32: where each row's hidden state is
-    mean_rows: Tensor  # (2, V) fp32: q f and û f, with f the slope and û as in `filter_kernels`
+    mean_rows: Tensor  # (2, V) fp32: q f and û f, with f the slope and û as in `kernels`
     # (·, D) fp32, or None where dE is not wanted: for each token its sum over listed pairs, then W
     # of each block, then H, of each block under a softcap and else of all together.
     d_hidden_sums: Tensor | None
@@ -89,13 +93,54 @@ class QueueMemory(NamedTuple):
     shares_done: Tensor  # (blocks,) int32, 0
 
 
-def super_block_size(call: LossCall) -> int:
+def threshold(call: LossCall) -> float | None:
+    """Return the 2-norm of a block's probabilities below which it may be left out; None: exact.
+
+    "auto" follows from the entries of the whole vocabulary and of the rank that has most of them.
+    The filter adds with atomics, in an order that depends on timing. It makes no gradient of a
+    bias, knows no upstream gradient of the log-sum-exps, and its factors need more range than fp16
+    has. What it makes under a softcap is biased, which `plan.describe` says."""
+    if torch.are_deterministic_algorithms_enabled():
+        return None
+    if call.options.return_lse or call.needs.bias or lacks_gradient_range(call.hidden.dtype):
+        return None
+    eps = call.options.filter_eps
+    if not isinstance(eps, str):
+        return eps
+    # "auto"
+    if call.most_rows < LEAST_FILTERED_ENTRIES:
+        return None
+    return AUTO_EPS * call.vocabulary**-0.25
+
+
+@torch.no_grad()
+def filter_statistics(call: KernelCall) -> tuple[Tensor, Tensor]:
+    """Find what the filter does to a call.
+
+    Returns the share of (token, block) pairs whose gradient is computed, kept or drawn, and the
+    mean over valid tokens of the softmax mass in the others, which the profiles stand in for. Both
+    are 0-d, on the device."""
+    listed_pairs = call.hidden.new_zeros((), dtype=torch.float32)
+    dropped_mass = torch.zeros_like(listed_pairs)
+    if call.eps is None:
+        return listed_pairs + 1, dropped_mass
+    with torch.cuda.device_of(call.hidden):
+        order, valid_count = valid_first(call)
+        for _, pairs in plan_super_blocks(call, empty_output(call), order, valid_count):
+            listed_pairs += pairs.listed.sum()
+            # Coefficients of dropped pairs are positive, those of the others 0 or negative.
+            dropped_mass += pairs.pair_coefficients.clamp(min=0).sum(dtype=torch.float32)
+        n_valid = valid_count.clamp(min=1)[0]
+        return listed_pairs / (n_valid * call.blocks), dropped_mass / n_valid
+
+
+def super_block_size(call: KernelCall) -> int:
     """How many tokens each super-block has; all are of about the same size.
 
     The pair statistics of one, 4 bytes for each (token, block) pair, take about STATISTICS_BYTES at
     most: super-blocks are filled up to whole tiles. All ranks that share a vocabulary have equal
     super-blocks, since they join each one's sums."""
-    n_tokens = max(len(call.inputs.labels), 1)
+    n_tokens = max(len(call.labels), 1)
     rows = call.tiles.rows
     fitting = STATISTICS_BYTES // (BYTES_OF_A_PAIR * call.most_blocks)
     most = max(min(fitting, SUPER_BLOCK_TOKENS), rows)
@@ -103,25 +148,25 @@ def super_block_size(call: LossCall) -> int:
     return cdiv(cdiv(n_tokens, n_super_blocks), rows) * rows
 
 
-def makes_gradients_in_forward(call: LossCall) -> bool:
+def makes_gradients_in_forward(call: KernelCall) -> bool:
     """Whether gradients are made in the forward, super-block by super-block.
 
     One super-block's pair statistics fit in the memory bound, those of several do not. It takes a
     reduced loss, whose upstream gradient is one factor that the backward can multiply by."""
-    n_tokens = len(call.inputs.labels)
-    return call.inputs.options.reduction != "none" and n_tokens > super_block_size(call)
+    n_tokens = len(call.labels)
+    return call.options.reduction != "none" and n_tokens > super_block_size(call)
 
 
 def plan_super_blocks(
-    call: LossCall,
-    results: Results,
+    call: KernelCall,
+    output: LossOutput,
     order: Tensor,  # (N,) int32, valid tokens first
     valid_count: Tensor,  # (1,) int32, how many are valid
 ) -> Iterator[tuple[PackedTokens, PairPlan]]:
     """Run the forward super-block by super-block, and plan the backward of each."""
     assert call.eps is not None
     size = super_block_size(call)
-    # The order of the whole call is cut, so that `call` and `results` are the whole call's too.
+    # The order of the whole call is cut, so that `call` and `output` are the whole call's too.
     for start in range(0, len(order), size):
         own_order = order[start : start + size]
         own_count = valid_count
@@ -129,7 +174,7 @@ def plan_super_blocks(
             own_count = (valid_count - start).clamp(0, len(own_order))
         tokens, packed = gather(call, own_order, own_count)
         pair_statistics = packed.new_empty(2, call.blocks, len(packed), dtype=torch.float16)
-        run_forward(call, packed, tokens, results, pair_statistics=pair_statistics)
+        run_forward(call, packed, tokens, output, pair_statistics=pair_statistics)
         # This comes after the large kernel's launch, so that the host's work is hidden. It is in
         # two steps, since torch's reduction of many rows to few sums takes 100 MB of its own.
         token_tiles = packed.view(-1, call.tiles.rows, packed.shape[1])
@@ -141,28 +186,29 @@ def plan_super_blocks(
         del tokens, pair_statistics  # before the next super-block takes its memory
 
 
-def filtered_forward(call: LossCall, results: Results) -> FilterState | MadeGradients:
-    """Fill in the results. What the backward needs is returned: plans, or gradients already."""
+def filtered_forward(call: KernelCall, output: LossOutput) -> FilterState | Gradients:
+    """Fill in the output. Returns what the backward needs: plans, or gradients already, which lack
+    the upstream factor alone."""
     order, valid_count = valid_first(call)
-    loss_scale = call.inputs.loss_scale()
+    loss_scale = call.loss_scale()
     if not makes_gradients_in_forward(call):
-        return FilterState(list(plan_super_blocks(call, results, order, valid_count)))
+        return FilterState(list(plan_super_blocks(call, output, order, valid_count)))
     gradients = FilteredGradients(call)
     upstream_loss = torch.ones_like(loss_scale)
-    for tokens, pairs in plan_super_blocks(call, results, order, valid_count):
+    for tokens, pairs in plan_super_blocks(call, output, order, valid_count):
         gradients.add(tokens, pairs, upstream_gradient(call, tokens, upstream_loss, loss_scale))
         del tokens, pairs  # before the next super-block takes its memory
-    return MadeGradients(gradients.result())
+    return gradients.result()
 
 
 def filtered_backward(
-    call: LossCall,
+    call: KernelCall,
     state: FilterState,
     upstream_loss: Tensor,  # fp32, () or (N,)
     loss_scale: Tensor,  # ()
 ) -> Gradients:
     """The gradients of hidden and weight that are wanted. A call that wants the bias's is not
-    filtered (`plan.threshold`)."""
+    filtered (`threshold`)."""
     gradients = FilteredGradients(call)
     for tokens, pairs in state.super_blocks:
         gradients.add(tokens, pairs, upstream_gradient(call, tokens, upstream_loss, loss_scale))
@@ -170,21 +216,20 @@ def filtered_backward(
 
 
 def upstream_gradient(
-    call: LossCall,
+    call: KernelCall,
     tokens: PackedTokens,
     upstream_loss: Tensor,  # fp32, () or (N,)
     loss_scale: Tensor,  # ()
 ) -> Upstream:
     """The upstream gradient of a super-block's tokens, as the kernels take it."""
-    inputs = call.inputs
-    options = inputs.options
+    options = call.options
     assert tokens.hidden_total is not None
     token_coefficients = coefficients(call, tokens, upstream_loss, loss_scale)
     upstream = token_coefficients.label  # b_i is g_i
     lift = None
     if options.z_loss:
         lift = torch.where(upstream != 0, token_coefficients.softmax / upstream, 1.0)
-    if options.reduction != "none" and inputs.token_weights is None:
+    if options.reduction != "none" and call.token_weights is None:
         # g_i is the same for all tokens.
         return Upstream(None, lift, upstream_loss * loss_scale, tokens.hidden_total)
     common_factor = upstream.abs().amax().clamp(min=1e-30)
@@ -193,7 +238,7 @@ def upstream_gradient(
     is_valid = torch.arange(len(tokens.order), device=upstream.device) < tokens.valid_count
     for start in range(0, len(tokens.order), TOKENS_AT_ONCE):
         stop = min(start + TOKENS_AT_ONCE, len(tokens.order))
-        states = inputs.hidden[tokens.order[start:stop].long()].float()
+        states = call.hidden[tokens.order[start:stop].long()].float()
         # A masked token's hidden state may hold NaN, which its ĝ of 0 would not undo.
         states.masked_fill_(~is_valid[start:stop, None], 0)
         hidden_sum += relative_upstream[start:stop] @ states
@@ -203,12 +248,12 @@ def upstream_gradient(
 class FilteredGradients:
     """The filtered gradients that are wanted, filled super-block by super-block."""
 
-    def __init__(self, call: LossCall) -> None:
+    def __init__(self, call: KernelCall) -> None:
         needs_hidden, needs_weight, _ = call.needs
         self.call = call
         self.begun = False  # whether a super-block is in `weight`
-        self.hidden = torch.empty_like(call.inputs.hidden) if needs_hidden else None
-        self.weight = torch.empty_like(call.inputs.weight) if needs_weight else None
+        self.hidden = torch.empty_like(call.hidden) if needs_hidden else None
+        self.weight = torch.empty_like(call.weight) if needs_weight else None
 
     def result(self) -> Gradients:
         """The gradients, when all super-blocks are in them."""
@@ -216,7 +261,7 @@ class FilteredGradients:
             for gradient in (self.hidden, self.weight):
                 if gradient is not None:
                     gradient.zero_()
-        hidden = all_reduce_gradient(self.hidden, self.call.inputs.shard)
+        hidden = all_reduce_gradient(self.hidden, self.call.shard)
         return Gradients(hidden=hidden, weight=self.weight)
 
     @property
@@ -224,7 +269,7 @@ class FilteredGradients:
         """The settings of kernels that work on slices of D."""
         tiles = self.call.tiles
         return {
-            "D": self.call.inputs.hidden.shape[1],
+            "D": self.call.hidden.shape[1],
             "SLICE": tiles.slice,
             "STEP": tiles.step,
             "PRECISION": tiles.precision,
@@ -249,13 +294,13 @@ class FilteredGradients:
         """Σ_i m_ij ĝ_i lift_i E_i of each block, (blocks, D) fp32. Under a softcap also the sums
         over dropped pairs of ĝ_i E_i, which the smoothing term takes there."""
         call = self.call
-        hidden = call.inputs.hidden
+        hidden = call.hidden
         tiles = call.tiles
         blocks, padded = pairs.pair_coefficients.shape
         d = hidden.shape[1]
         profile_sums = torch.empty(blocks, d, dtype=torch.float32, device=hidden.device)
         smoothing_sums = None
-        if call.inputs.options.softcap is not None:
+        if call.options.softcap is not None:
             smoothing_sums = torch.empty_like(profile_sums)
         block_sums_kernel[(cdiv(blocks, tiles.low_rank_blocks), cdiv(d, tiles.slice))](
             hidden=hidden,
@@ -283,10 +328,9 @@ class FilteredGradients:
     ) -> Tensor | None:
         """Write dC, or add to it. Returns what dE is made of, `QueueMemory.d_hidden_sums`."""
         call = self.call
-        inputs = call.inputs
         tiles = call.tiles
-        hidden = inputs.hidden
-        weight = inputs.weight
+        hidden = call.hidden
+        weight = call.weight
         v, d = weight.shape
         blocks, padded = pairs.pair_coefficients.shape
         ring_tiles = max(tiles.ring, cdiv(padded + 2, tiles.pair_rows))
@@ -307,8 +351,8 @@ class FilteredGradients:
             hidden=hidden,
             weight=descriptor(weight, [tiles.width, tiles.pair_depth], tiles.tma),
             weight_slices=descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
-            bias=inputs.bias,
-            smoothing_target=inputs.smoothing_target,
+            bias=call.bias,
+            smoothing_target=call.smoothing_target,
             order=tokens.order,
             labels=tokens.labels,
             lses_base2=tokens.lse_base2,
@@ -320,9 +364,9 @@ class FilteredGradients:
             blocks=blocks,
             V=v,
             smoothing_factor=self.call.smoothing_factor,
-            smoothing=inputs.options.label_smoothing,
-            scale=inputs.logit_scale,
-            softcap=inputs.options.softcap,
+            smoothing=call.options.label_smoothing,
+            scale=call.logit_scale,
+            softcap=call.options.softcap,
             # Whether rows of `hidden` and the mean are whole pieces of 8 numbers apart.
             ALIGNED=mean_start % 8 == 0 and d % 8 == 0,
             RAGGED=v % tiles.width != 0,
@@ -338,17 +382,17 @@ class FilteredGradients:
         return memory.d_hidden_sums
 
     def _allocate_queue_memory(self, blocks: int, padded: int, ring_tiles: int) -> QueueMemory:
-        inputs = self.call.inputs
+        call = self.call
         tiles = self.call.tiles
-        device = inputs.hidden.device
-        v, d = inputs.weight.shape
+        device = call.hidden.device
+        v, d = call.weight.shape
         ring_rows = ring_tiles * tiles.pair_rows if self.weight is not None else 0
-        ring = inputs.hidden.new_empty(ring_rows, tiles.width)
+        ring = call.hidden.new_empty(ring_rows, tiles.width)
         ring_source = torch.empty(ring_rows, device=device, dtype=torch.int32)
         mean_rows = torch.empty(2, v, dtype=torch.float32, device=device)
         d_hidden_sums = None
         if self.hidden is not None:
-            rows_of_h = 1 if inputs.options.softcap is None else blocks
+            rows_of_h = 1 if call.options.softcap is None else blocks
             rows = padded + blocks + rows_of_h
             d_hidden_sums = torch.zeros(rows, d, dtype=torch.float32, device=device)
         counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
@@ -363,12 +407,12 @@ class FilteredGradients:
         """Write dE of a super-block's tokens, from what the queue has left in `d_hidden_sums`."""
         call = self.call
         tiles = call.tiles
-        dtype = call.inputs.hidden.dtype
+        dtype = call.hidden.dtype
         blocks, padded = pairs.pair_coefficients.shape
         d = d_hidden_sums.shape[1]
         rows_of_h = d_hidden_sums[padded + blocks :]
         smoothing_products = None
-        if call.inputs.options.softcap is not None:
+        if call.options.softcap is not None:
             smoothing_products = rows_of_h.to(dtype)
         filtered_hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
             pair_coefficients=pairs.pair_coefficients,

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
-"""The kernels of the filtered backward, which `filtered` launches.
+"""The kernels of the filtered backward, which `filter` launches.
 
-`queue_kernel` works on the pairs that `filter_plan` lists. `block_sums_kernel` and
+`queue_kernel` works on the pairs that `pairs` lists. `block_sums_kernel` and
 `filtered_hidden_kernel` add the low-rank model: all that there is of a dropped pair, and of a drawn
 one what its weight takes away. The mathematics is in kernel/DERIVATION.md ("The filter", "The
-filter's backward"). With a token i, a block j and a vocabulary entry v, the symbols of `filtered`
+filter's backward"). With a token i, a block j and a vocabulary entry v, the symbols of `filter`
 are called
 
     R_iv           `gradients`, those of a tile's rows
@@ -40,7 +40,7 @@ u is uniform or not. So q, W and H need no pass of their own over the classifier
 import triton
 import triton.language as tl
 
-from smoothce.triton.filter_plan import TILE_ITEM, is_dropped, unpack_item
+from smoothce.triton.filter.pairs import TILE_ITEM, is_dropped, unpack_item
 from smoothce.triton.tiles import base2_logits, load_tile, slope
 
 

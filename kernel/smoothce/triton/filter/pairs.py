@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Decides which (token, vocabulary block) pairs the filtered backward recomputes, in which order.
 
-`plan_pairs` chooses the pairs, and `schedule` orders the work on them for `filter_kernels`. Both
-run on the device alone. (`plan` says which calls are filtered at all.) kernel/DERIVATION.md, "The
+`plan_pairs` chooses the pairs, and `schedule` orders the work on them for `kernels`. Both run on
+the device alone. (`threshold` says which calls are filtered at all.) kernel/DERIVATION.md, "The
 filter", has the mathematics.
 
 With P_ij = Σ_{v∈j} p_iv for the pair's mass, a bound of the 2-norm of its probabilities is
@@ -11,7 +11,7 @@ With P_ij = Σ_{v∈j} p_iv for the pair's mass, a bound of the 2-norm of its pr
 
 A pair is kept when it holds the label, or when norm_ij reaches the block's threshold ε_j. Any other
 pair is drawn with probability norm_ij / ε_j, so that gradients stay unbiased. ε_j is the call's
-threshold ε (`LossCall.eps`), unless the block's norms, each counted up to ε, sum to less than DRAWN
+threshold ε (`call.eps`), unless the block's norms, each counted up to ε, sum to less than DRAWN
 · ε. Then it is lower: that sum / DRAWN. Where the norms are alike, about DRAWN pairs are listed by
 it. Where a few large norms make up most of the sum, those few are listed, and fewer than DRAWN in
 all. Kept and drawn pairs are *listed*: each block has a list of its tokens.
@@ -276,7 +276,7 @@ def count_kernel(
         block = start + tl.arange(0, BLOCK)
         inside = block < blocks
         n_listed = tl.load(listed + block, mask=inside, other=0)
-        # Two more rows are the profile's and the smoothing row (`filter_kernels`).
+        # Two more rows are the profile's and the smoothing row (`kernels`).
         tiles = tl.where(inside, (n_listed + 2 + ROWS - 1) // ROWS, 0)
         # A block with few listed tokens has few shares, each of several slices of D; one with many
         # has a share for each slice. There is none where dC is not wanted, since `slices` is 0.
