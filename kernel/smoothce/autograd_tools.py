@@ -49,6 +49,6 @@ class _RefuseDerivative(torch.autograd.Function):
 
 
 def graph_is_kept() -> bool:
-    """Whether another backward through this graph may follow; True where torch cannot tell."""
+    """Tell whether another backward through this graph may follow; True where torch cannot tell."""
     query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return query is None or query()

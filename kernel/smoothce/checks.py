@@ -52,9 +52,9 @@ def prepare(
         smoothing_target = shard.local_part("smoothing_target", smoothing_target, len(weight))
     _check_shapes(hidden, weight, labels, bias, smoothing_target, token_weights)
     _check_dtypes(hidden, weight, labels, bias)
-    _check_target_and_weights(hidden.device, smoothing_target, token_weights)
-    for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
-        _check_device(name, tensor, hidden.device)
+    for name, tensor in (("smoothing_target", smoothing_target), ("token_weights", token_weights)):
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(f"{name} gets no gradient: give {name}.detach()")
     tensors = {
         "hidden": hidden.reshape(-1, hidden.shape[-1]),
         "weight": weight,
@@ -64,6 +64,11 @@ def prepare(
         "smoothing_target": None if smoothing_target is None else smoothing_target.float(),
         "token_weights": None if token_weights is None else token_weights.reshape(-1).float(),
     }
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(
+                f"{name} must be on hidden's device {hidden.device}, not {tensor.device}"
+            )
     return tensors, shard
 
 
@@ -163,20 +168,6 @@ def _check_dtypes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
 def is_bias_dtype(bias_dtype: torch.dtype, hidden_dtype: torch.dtype) -> bool:
     """Tell whether a bias may have this dtype beside hidden states of that one."""
     return bias_dtype in (hidden_dtype, torch.float32)
-
-
-def _check_target_and_weights(
-    device: torch.device, smoothing_target: Tensor | None, token_weights: Tensor | None
-) -> None:
-    for name, tensor in (("smoothing_target", smoothing_target), ("token_weights", token_weights)):
-        if tensor is not None and tensor.requires_grad:
-            raise ValueError(f"{name} gets no gradient: give {name}.detach()")
-        _check_device(name, tensor, device)
-
-
-def _check_device(name: str, tensor: Tensor | None, device: torch.device) -> None:
-    if tensor is not None and tensor.device != device:
-        raise ValueError(f"{name} must be on hidden's device {device}, not {tensor.device}")
 
 
 def check_values(call: LossCall) -> None:

@@ -30,6 +30,7 @@ from smoothce.options import (
     Options,
     accumulation_dtype,
     lacks_gradient_range,
+    needs_of,
     option_types,
 )
 
@@ -60,9 +61,13 @@ def call_operator(tensors: dict[str, Any], options: dict[str, Any], impl: str) -
     mistake = _mistake_in(**checked_now)
     if mistake is not None:
         raise ValueError(mistake)
-    auto = [name for name in ("filter_eps", "workspace") if isinstance(options[name], str)]
-    numbers = {**options, **dict.fromkeys(auto, 0)}
-    needs = list(Needs.of(tensors))
+    auto = []
+    numbers = {**options}
+    for name, value in options.items():
+        if name != "reduction" and isinstance(value, str):
+            auto.append(name)
+            numbers[name] = 0
+    needs = list(needs_of(tensors))
     outputs = loss_operator(*tensors.values(), impl=impl, needs=needs, auto=auto, **numbers)
     return LossOutput(*outputs[:5])
 

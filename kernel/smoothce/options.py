@@ -38,10 +38,6 @@ class Options:
     return_statistics: bool = False
 
     def __post_init__(self) -> None:
-        self._check()
-        self._store_python_numbers()
-
-    def _check(self) -> None:
         smoothing = self.label_smoothing
         if not (is_number(smoothing) and 0 <= smoothing <= 1):
             raise ValueError(f"label_smoothing must be a number in [0, 1], not {smoothing!r}")
@@ -71,14 +67,12 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, not {value!r}")
-
-    def _store_python_numbers(self) -> None:
-        """Turn NumPy's numbers, and others, into Python's, which are all that kernels take."""
+        # Kernels take Python's numbers alone, and neither NumPy's nor others.
         for name, types in option_types().items():
-            value: Any = getattr(self, name)
-            if value is None or isinstance(value, (str, bool)):
+            number: Any = getattr(self, name)
+            if number is None or isinstance(number, (str, bool)):
                 continue
-            object.__setattr__(self, name, float(value) if float in types else int(value))
+            object.__setattr__(self, name, float(number) if float in types else int(number))
 
 
 @functools.cache  # every call of the loss makes an `Options`, which asks for them
@@ -97,13 +91,17 @@ class Needs(NamedTuple):
     weight: bool
     bias: bool
 
-    @classmethod
-    def of(cls, tensors: dict[str, Tensor | None]) -> "Needs":
-        """Tell which of a call's tensors want a gradient from the call that is being made."""
-        wanted = [x is not None and x.requires_grad for x in map(tensors.get, cls._fields)]
-        if not torch.is_grad_enabled():
-            return cls(hidden=False, weight=False, bias=False)
-        return cls(*wanted)
+
+def needs_of(tensors: dict[str, Any]) -> Needs:
+    """Tell which of a call's tensors want a gradient from the call that is being made."""
+    if not torch.is_grad_enabled():
+        return Needs(hidden=False, weight=False, bias=False)
+    bias = tensors["bias"]
+    return Needs(
+        hidden=tensors["hidden"].requires_grad,
+        weight=tensors["weight"].requires_grad,
+        bias=bias is not None and bias.requires_grad,
+    )
 
 
 class Gradients(NamedTuple):
@@ -150,7 +148,7 @@ class LossCall:
         cls, tensors: dict[str, Any], options: Options, shard: Shard | None = None
     ) -> "LossCall":
         """Make a call of tensors by their names, which want the gradients that autograd says."""
-        return cls(**tensors, options=options, needs=Needs.of(tensors), shard=shard)
+        return cls(**tensors, options=options, needs=needs_of(tensors), shard=shard)
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Return the tensors by their names."""

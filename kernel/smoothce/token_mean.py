@@ -13,7 +13,7 @@ def token_mean_factor(
     steps: int | None = None,
     ignore_index: int = -100,
 ) -> Tensor:  # () fp32
-    """What each micro-batch's summed loss is multiplied by, for an update of the mean over tokens.
+    """Return what each micro-batch's summed loss is multiplied by, for a mean over all tokens.
 
         factor = ranks · steps / max(valid tokens over all ranks and micro-batches, 1)
 

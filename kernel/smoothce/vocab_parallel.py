@@ -37,7 +37,7 @@ class Shard(NamedTuple):
         return max(self.entries - (self.ranks - 1) * self.most_rows, 0)
 
     def local_part(self, name: str, vector: Tensor | None, rows: int) -> Tensor | None:
-        """This rank's part of a vector (V,) over the whole vocabulary.
+        """Return this rank's part of a vector (V,) over the whole vocabulary.
 
         A vector that is as long as this rank has rows is taken for the part itself. Raises
         ValueError for any other length. All ranks raise alike, but for one length: a vector as long
@@ -53,7 +53,7 @@ class Shard(NamedTuple):
 
 
 def local_shard(weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Shard]:
-    """This rank's rows, and where they lie in the vocabulary.
+    """Return this rank's rows, and where they lie in the vocabulary.
 
     A DTensor knows where, and its last rank may have fewer rows. Of a plain tensor every rank has
     equally many. Raises ValueError, on every rank, for a DTensor that is split another way than by
@@ -88,8 +88,8 @@ def _local_shard_of_dtensor(weight: Any, group: dist.ProcessGroup) -> tuple[Tens
 
 
 def shards_agree(shard: Shard, labels: Tensor, rows: int) -> Tensor:  # () bool
-    """Whether all ranks have the same labels, as far as a checksum of them tells, and parts that
-    make one vocabulary.
+    """Tell whether all ranks have the same labels, as far as a checksum of them tells, and parts
+    that make one vocabulary.
 
     It stays on the device, so that nothing waits for the host.
     """
@@ -123,7 +123,7 @@ class TokenLogitSums(NamedTuple):
 
 
 def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:
-    """The sums over the whole vocabulary, from this rank's and the others'."""
+    """Return the sums over the whole vocabulary, from this rank's and the others'."""
     if shard is None:
         return mine
     if mine.expected_logit is None or mine.largest_logit is None or mine.argmax is None:

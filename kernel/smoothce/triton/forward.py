@@ -340,11 +340,11 @@ class BlockSums(NamedTuple):
     # `PackedTokens` is absolute
     lse_base2: Tensor
     # Σ_v u_v z_v, or Σ_v z_v where u is uniform; None without smoothing
-    smoothing_logit_base2: Tensor | None
+    smoothing_logit_base2: Tensor | None = None
     # What token statistics are made of; None where they are not asked for:
-    expected_logit_base2: Tensor | None  # the mean of z by the softmax within the block
-    largest_logit_base2: Tensor | None  # the largest z
-    argmax: Tensor | None  # int32, its row of C
+    expected_logit_base2: Tensor | None = None  # the mean of z by the softmax within the block
+    largest_logit_base2: Tensor | None = None  # the largest z
+    argmax: Tensor | None = None  # int32, its row of C
 
 
 def most_tokens_at_once(call: KernelCall) -> int:
@@ -411,18 +411,16 @@ def walk_vocabulary(
     padded, d = packed.shape
     v = len(call.weight)
     n_tokens = where.stop - where.start
-
-    def block_sum(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return packed.new_empty(call.blocks, n_tokens, dtype=dtype) if wanted else None
-
-    statistics = options.return_statistics
-    block_sums = BlockSums(
-        lse_base2=packed.new_empty(call.blocks, n_tokens, dtype=torch.float32),
-        smoothing_logit_base2=block_sum(options.label_smoothing != 0),
-        expected_logit_base2=block_sum(statistics),
-        largest_logit_base2=block_sum(statistics),
-        argmax=block_sum(statistics, torch.int32),
-    )
+    block_sums = BlockSums(packed.new_empty(call.blocks, n_tokens, dtype=torch.float32))
+    numbers = block_sums.lse_base2
+    if options.label_smoothing:
+        block_sums = block_sums._replace(smoothing_logit_base2=torch.empty_like(numbers))
+    if options.return_statistics:
+        block_sums = block_sums._replace(
+            expected_logit_base2=torch.empty_like(numbers),
+            largest_logit_base2=torch.empty_like(numbers),
+            argmax=torch.empty_like(numbers, dtype=torch.int32),
+        )
     forward_kernel[(programs(packed.device) * WAVES,)](
         **block_sums._asdict(),
         hidden=descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),

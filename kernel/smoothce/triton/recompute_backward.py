@@ -88,15 +88,10 @@ class RecomputeState(NamedTuple):
     counts: ValidCounts
 
 
-def slices_of_super_blocks(n_tokens: int) -> list[slice]:
-    """Which of the caller's tokens each super-block has. Each has an order of its own, valid tokens
-    first, unlike those of `filter`."""
-    return token_slices(n_tokens, SUPER_BLOCK_TOKENS)
-
-
 def forward_without_gradients(call: KernelCall, output: LossOutput) -> RecomputeState:
     """Fill in the output; returns what `recompute_gradients` needs, if gradients are wanted."""
-    places = slices_of_super_blocks(len(call.labels))
+    # Each super-block has an order of its own, valid tokens first, unlike those of `filter`.
+    places = token_slices(len(call.labels), SUPER_BLOCK_TOKENS)
     orders = [valid_first(call.of_tokens(where)) for where in places]
     counts = []
     if any(call.needs):  # else there is no backward to ask for them
@@ -127,7 +122,7 @@ def recompute_gradients(
     upstream_lse: Tensor | None,  # (N,)
     loss_scale: Tensor,  # ()
 ) -> Gradients:
-    """The gradients that are wanted, made in the backward."""
+    """Make the gradients that are wanted, in the backward."""
     hidden = call.hidden
     v, d = call.weight.shape
     classifier = ClassifierGradients(
@@ -135,7 +130,7 @@ def recompute_gradients(
         bias=hidden.new_zeros(v, dtype=torch.float32) if call.needs.bias else None,
     )
     d_hidden: Tensor | None = None
-    places = slices_of_super_blocks(len(hidden))
+    places = token_slices(len(hidden), SUPER_BLOCK_TOKENS)
     counts = state.counts.values()
     for where, tokens, n_valid in zip(places, state.super_blocks, counts, strict=True):
         super_block_call = call.of_tokens(where)
@@ -170,7 +165,7 @@ def recompute_gradients(
 
 
 def packed_again(super_block_call: KernelCall, tokens: PackedTokens, n_valid: int | None) -> Tensor:
-    """The hidden states of a super-block's valid tokens, (n_valid, D).
+    """Return the hidden states of a super-block's valid tokens, (n_valid, D).
 
     Where the host does not know how many are valid, they are those of all its tokens, valid ones
     first and then zeros: a masked token's hidden state may hold NaN, which its coefficient of 0
@@ -221,7 +216,7 @@ def dproduct_by_chunks(
     token_coefficients: Coefficients,
     free_memory: Tensor | None,  # dC while its rows are not written
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """S of entries [start, stop), (n, stop − start), each until the next is asked for."""
+    """Yield S of entries [start, stop), (n, stop − start), each until the next is asked for."""
     v = len(call.weight)
     n = len(packed)
     chunk = entries_of_chunk_memory(call, n)
@@ -240,7 +235,7 @@ def dproduct_by_chunks(
 
 
 def entries_of_chunk_memory(call: KernelCall, n: int) -> int:
-    """How many entries' S of n tokens the chunk memory holds: whole tiles."""
+    """Return how many entries' S of n tokens the chunk memory holds: whole tiles."""
     v, d = call.weight.shape
     size = call.weight.element_size()
     most_bytes = min(CHUNK_BYTES, CHUNK_SHARE * (v + n) * d * size)
@@ -258,7 +253,7 @@ def end_of_free_memory(
     n: int,
     chunk: int,  # entries that the chunk memory holds, whole tiles of them
 ) -> Tensor | None:
-    """The end of dC's memory as (n, entries), for S of the entries from `start` on.
+    """Return the end of dC's memory as (n, entries), for S of the entries from `start` on.
 
     Their own rows of dC, which are written while S is read, lie before it. The number of entries is
     a multiple of `chunk`, so that S has whole tiles. None where there is no room for more than

@@ -71,7 +71,7 @@ class Tiles:
 
 
 def tiles_for(hidden: torch.Tensor, weight: torch.Tensor) -> Tiles:
-    """The tile shapes for these inputs on this machine."""
+    """Choose the tile shapes for these inputs on this machine."""
     tma = TensorDescriptor is not None and is_aligned(weight) and is_aligned(hidden)
     if INTERPRETED:
         return Tiles(
@@ -91,7 +91,7 @@ def tiles_for(hidden: torch.Tensor, weight: torch.Tensor) -> Tiles:
 
 
 def tile_set(dtype: torch.dtype, capability: tuple[int, int], tma: bool) -> Tiles:
-    """The tile shapes for a GPU of this compute capability.
+    """Choose the tile shapes for a GPU of this compute capability.
 
     A new GPU is added here, in `unsupported` of `smoothce.triton` if it cannot be served, in
     `LIMITS` of tests/kernel/triton/test_shared_memory.py, whose bytes and `little_memory` here say
@@ -125,20 +125,20 @@ def tile_set(dtype: torch.dtype, capability: tuple[int, int], tma: bool) -> Tile
 
 
 def is_aligned(matrix: torch.Tensor) -> bool:
-    """Whether the TMA can read this contiguous matrix: its rows and base are 16-byte pieces."""
+    """Tell whether the TMA can read this contiguous matrix, in whole 16-byte pieces."""
     return matrix.shape[1] * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def descriptor(
     matrix: torch.Tensor, block: list[int], tma: bool
 ) -> "torch.Tensor | TensorDescriptor":
-    """What `load_tile` reads: a descriptor of `matrix` for loads of `block`, or without TMA the
-    matrix itself."""
+    """Return what `load_tile` reads: a descriptor of `matrix` for loads of `block`, or without TMA
+    the matrix itself."""
     return TensorDescriptor.from_tensor(matrix, block) if tma else matrix
 
 
 def programs(device: torch.device) -> int:
-    """How many programs run at a time: as many as the GPU has multiprocessors."""
+    """Return how many programs run at a time: as many as the GPU has multiprocessors."""
     if device.type != "cuda":  # the interpreter's: few, but more than one
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -135,7 +135,7 @@ def filter_statistics(call: KernelCall) -> tuple[Tensor, Tensor]:
 
 
 def super_block_size(call: KernelCall) -> int:
-    """How many tokens each super-block has; all are of about the same size.
+    """Return how many tokens each super-block has; all are of about the same size.
 
     The pair statistics of one, 4 bytes for each (token, block) pair, take about STATISTICS_BYTES at
     most: super-blocks are filled up to whole tiles. All ranks that share a vocabulary have equal
@@ -149,7 +149,7 @@ def super_block_size(call: KernelCall) -> int:
 
 
 def makes_gradients_in_forward(call: KernelCall) -> bool:
-    """Whether gradients are made in the forward, super-block by super-block.
+    """Tell whether gradients are made in the forward, super-block by super-block.
 
     One super-block's pair statistics fit in the memory bound, those of several do not. It takes a
     reduced loss, whose upstream gradient is one factor that the backward can multiply by."""
@@ -207,7 +207,7 @@ def filtered_backward(
     upstream_loss: Tensor,  # fp32, () or (N,)
     loss_scale: Tensor,  # ()
 ) -> Gradients:
-    """The gradients of hidden and weight that are wanted. A call that wants the bias's is not
+    """Make the gradients of hidden and weight that are wanted. A call that wants the bias's is not
     filtered (`threshold`)."""
     gradients = FilteredGradients(call)
     for tokens, pairs in state.super_blocks:
@@ -221,7 +221,7 @@ def upstream_gradient(
     upstream_loss: Tensor,  # fp32, () or (N,)
     loss_scale: Tensor,  # ()
 ) -> Upstream:
-    """The upstream gradient of a super-block's tokens, as the kernels take it."""
+    """Return the upstream gradient of a super-block's tokens, as the kernels take it."""
     options = call.options
     assert tokens.hidden_total is not None
     token_coefficients = coefficients(call, tokens, upstream_loss, loss_scale)
@@ -256,7 +256,7 @@ class FilteredGradients:
         self.weight = torch.empty_like(call.weight) if needs_weight else None
 
     def result(self) -> Gradients:
-        """The gradients, when all super-blocks are in them."""
+        """Return the gradients, when all super-blocks are in them."""
         if not self.begun:
             for gradient in (self.hidden, self.weight):
                 if gradient is not None:
@@ -266,7 +266,7 @@ class FilteredGradients:
 
     @property
     def slice_settings(self) -> dict[str, int | str]:
-        """The settings of kernels that work on slices of D."""
+        """Return the settings of kernels that work on slices of D."""
         tiles = self.call.tiles
         return {
             "D": self.call.hidden.shape[1],
@@ -291,8 +291,8 @@ class FilteredGradients:
     def _block_sums(
         self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream
     ) -> tuple[Tensor, Tensor | None]:
-        """Σ_i m_ij ĝ_i lift_i E_i of each block, (blocks, D) fp32. Under a softcap also the sums
-        over dropped pairs of ĝ_i E_i, which the smoothing term takes there."""
+        """Return Σ_i m_ij ĝ_i lift_i E_i of each block, (blocks, D) fp32. Under a softcap also the
+        sums over dropped pairs of ĝ_i E_i, which the smoothing term takes there."""
         call = self.call
         hidden = call.hidden
         tiles = call.tiles
