@@ -154,7 +154,7 @@ def walk(
     output = _empty_output(call, dtype)
     gradients = Gradients() if upstream is None else _zero_gradients(call, dtype)
     smoothing = None
-    if call.options.label_smoothing != 0 and call.options.softcap is None:
+    if call.options.label_smoothing != 0 and has_linear_logits(call):
         smoothing = LinearSmoothing(call, dtype)
     valid_tokens = call.valid().nonzero().squeeze(1)  # the others cost nothing
     size = min(chunk_tokens(call), max(len(valid_tokens), 1))
@@ -162,7 +162,7 @@ def walk(
     for tokens in valid_tokens.split(size):
         chunk = Chunk.of(call, tokens, dtype)
         # Logits, probabilities and the gradient take each other's place in the buffer.
-        logits, cap_slope = map_logits(call, chunk.hidden, buffer[: len(tokens)], upstream)
+        logits, slope = map_logits(call, chunk, buffer[: len(tokens)], upstream)
         sums_here, probabilities = softmax(call, chunk, logits, smoothing)
         sums = merge_shards(sums_here, call.shard)
         _write_output(call, output, tokens, sums)
@@ -179,8 +179,8 @@ def walk(
         row_factor = torch.ones_like(g) if h is None else g
         operand_factor = g if h is None else torch.ones_like(g)
         rows = gradient_rows(call, chunk, probabilities, sums.lse, row_factor, h)
-        if cap_slope is not None:
-            rows.mul_(cap_slope)
+        if slope is not None:
+            rows.mul_(slope)
         _add_products(call, chunk, gradients, rows, operand_factor, row_factor, smoothing)
         if smoothing is not None:
             smoothing.add_tokens(chunk.hidden, g)
@@ -232,28 +232,33 @@ class Chunk:
         return cls(tokens, hidden, label_rows.where(has_label, 0), has_label)
 
 
+def has_linear_logits(call: LossCall) -> bool:
+    """Tell whether logits are linear in the hidden states, alike for all tokens."""
+    return call.options.softcap is None
+
+
 def map_logits(
     call: LossCall,
-    hidden: Tensor,  # (n, D), times the logit scale
+    chunk: Chunk,
     buffer: Tensor,  # (n, V), written
     upstream: Tensor | None,  # None: the slope is not wanted
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a chunk's logits, (n, V), in the buffer's memory, and the cap's slope, (n, V).
+    """Return a chunk's logits, (n, V), in the buffer's memory, and their slope, (n, V).
 
     Of a logit x before the cap z = softcap · tanh(x / softcap) is the logit, and the slope is
     ∂z/∂x = 1 − tanh²(x / softcap). It is None without a softcap."""
     for rows, widened in _widened(call.weight, buffer.dtype):
-        torch.mm(hidden, widened.T, out=buffer[:, rows])
+        torch.mm(chunk.hidden, widened.T, out=buffer[:, rows])
     if call.bias is not None:
         buffer.add_(call.bias)
     softcap = call.options.softcap
     if softcap is None:
         return buffer, None
-    cap_slope = None
+    slope = None
     buffer.div_(softcap).tanh_()
     if upstream is not None:
-        cap_slope = buffer.square().neg_().add_(1)  # 1 − tanh², with no other temporary
-    return buffer.mul_(softcap), cap_slope
+        slope = buffer.square().neg_().add_(1)  # 1 − tanh², with no other temporary
+    return buffer.mul_(softcap), slope
 
 
 def softmax(
@@ -335,7 +340,7 @@ def gradient_rows(
         rows.mul_(z_loss_factor)
     at_label = row_factor * (smoothing - 1) * chunk.has_label
     rows.scatter_add_(1, chunk.label_rows, at_label)
-    if smoothing != 0 and call.options.softcap is not None:
+    if smoothing != 0 and not has_linear_logits(call):
         if call.smoothing_target is None:
             rows.sub_(row_factor * (smoothing * (1 / call.vocabulary)))
         else:
