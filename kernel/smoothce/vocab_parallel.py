@@ -126,31 +126,21 @@ def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:
     """Return the sums over the whole vocabulary, from this rank's and the others'."""
     if shard is None:
         return mine
-    if mine.expected_logit is None or mine.largest_logit is None or mine.argmax is None:
-        stacked = torch.stack([mine.lse, mine.label_logit, mine.smoothing_logit])  # (3, n)
-        lse, label_logit, smoothing_logit = all_gather_stacked(stacked, shard).unbind(1)
-        return TokenLogitSums(
-            lse=lse.logsumexp(0),
-            label_logit=label_logit.sum(0),
-            smoothing_logit=smoothing_logit.sum(0),
-        )
-
-    stacked = torch.stack(  # (5, n)
-        [mine.lse, mine.label_logit, mine.smoothing_logit, mine.expected_logit, mine.largest_logit]
-    )
-    lse, label_logit, smoothing_logit, expected_logit, largest_logit = all_gather_stacked(
-        stacked, shard
-    ).unbind(1)
+    numbers = [mine.lse, mine.label_logit, mine.smoothing_logit]
+    if mine.expected_logit is not None and mine.largest_logit is not None:
+        numbers += [mine.expected_logit, mine.largest_logit]
+    gathered = all_gather_stacked(torch.stack(numbers), shard)
+    lse, label_logit, smoothing_logit, *statistics = gathered.unbind(1)
+    merged = TokenLogitSums(lse.logsumexp(0), label_logit.sum(0), smoothing_logit.sum(0))
+    if mine.argmax is None:
+        return merged
+    expected_logit, largest_logit = statistics
     argmax = all_gather_stacked(mine.argmax, shard)
-    whole_lse = lse.logsumexp(0)
-    probability = (lse - whole_lse).exp()  # of a rank's part of the vocabulary
+    probability = (lse - merged.lse).exp()  # of a rank's part of the vocabulary
     # A part of probability 0 may have an expected logit of −∞, which adds nothing.
     terms = torch.where(probability > 0, probability * expected_logit, 0)
     best_rank = largest_logit.argmax(0, keepdim=True)
-    return TokenLogitSums(
-        lse=whole_lse,
-        label_logit=label_logit.sum(0),
-        smoothing_logit=smoothing_logit.sum(0),
+    return merged._replace(
         expected_logit=terms.sum(0),
         largest_logit=largest_logit.amax(0),
         argmax=argmax.gather(0, best_rank)[0],

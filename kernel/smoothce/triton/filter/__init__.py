@@ -27,7 +27,7 @@ memory. kernel/DERIVATION.md derives the equations and says why pairs are drawn.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ from smoothce.vocab_parallel import all_reduce_gradient
 AUTO_EPS = 2.0**-8.3 * 256000**0.25
 LEAST_FILTERED_ENTRIES = 8192  # with fewer there is too little to skip: "auto" is exact
 
+SuperBlock: TypeAlias = tuple[PackedTokens, PairPlan]
+
 STATISTICS_BYTES = 2**25  # of a super-block's pair statistics, before it is filled up to tiles
 BYTES_OF_A_PAIR = 4  # two fp16 pair statistics
 TOKENS_AT_ONCE = 1024  # whose hidden states are converted to fp32 together
@@ -71,12 +73,6 @@ class Upstream(NamedTuple):
     lift: Tensor | None  # (padded,) fp32 1 + 2ζ lse_i; None where it is 1
     common_factor: Tensor  # () fp32
     hidden_sum: Tensor  # (D,) fp32, Σ_i ĝ_i E_i
-
-
-class FilterState(NamedTuple):
-    """What the forward leaves for the backward, where that makes the gradients."""
-
-    super_blocks: list[tuple[PackedTokens, PairPlan]]
 
 
 class QueueMemory(NamedTuple):
@@ -162,7 +158,7 @@ def plan_super_blocks(
     output: LossOutput,
     order: Tensor,  # (N,) int32, valid tokens first
     valid_count: Tensor,  # (1,) int32, how many are valid
-) -> Iterator[tuple[PackedTokens, PairPlan]]:
+) -> Iterator[SuperBlock]:
     """Run the forward super-block by super-block, and plan the backward of each."""
     assert call.eps is not None
     size = super_block_size(call)
@@ -186,13 +182,13 @@ def plan_super_blocks(
         del tokens, pair_statistics  # before the next super-block takes its memory
 
 
-def filtered_forward(call: KernelCall, output: LossOutput) -> FilterState | Gradients:
+def filtered_forward(call: KernelCall, output: LossOutput) -> list[SuperBlock] | Gradients:
     """Fill in the output. Returns what the backward needs: plans, or gradients already, which lack
     the upstream factor alone."""
     order, valid_count = valid_first(call)
     loss_scale = call.loss_scale()
     if not makes_gradients_in_forward(call):
-        return FilterState(list(plan_super_blocks(call, output, order, valid_count)))
+        return list(plan_super_blocks(call, output, order, valid_count))
     gradients = FilteredGradients(call)
     upstream_loss = torch.ones_like(loss_scale)
     for tokens, pairs in plan_super_blocks(call, output, order, valid_count):
@@ -203,14 +199,14 @@ def filtered_forward(call: KernelCall, output: LossOutput) -> FilterState | Grad
 
 def filtered_backward(
     call: KernelCall,
-    state: FilterState,
+    super_blocks: list[SuperBlock],
     upstream_loss: Tensor,  # fp32, () or (N,)
     loss_scale: Tensor,  # ()
 ) -> Gradients:
     """Make the gradients of hidden and weight that are wanted. A call that wants the bias's is not
     filtered (`threshold`)."""
     gradients = FilteredGradients(call)
-    for tokens, pairs in state.super_blocks:
+    for tokens, pairs in super_blocks:
         gradients.add(tokens, pairs, upstream_gradient(call, tokens, upstream_loss, loss_scale))
     return gradients.result()
 
