@@ -96,12 +96,14 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         gradients = Gradients()
         if upstream_loss is not None or upstream_lse is not None:
-            call = LossCall(*ctx.saved_tensors[: len(TENSORS)], **ctx.settings)
+            tensors = ctx.saved_tensors[: len(TENSORS)]
+            hidden, weight, _, bias, *_ = tensors
             # A bias may be fp32 beside 16-bit hidden states.
-            dtypes = [None if x is None else x.dtype for x in (call.hidden, call.weight, call.bias)]
+            dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
             if ctx.gradients_are_made:
                 gradients = Gradients(*ctx.saved_tensors[len(TENSORS) :])
             else:
+                call = LossCall(*tensors, **ctx.settings)
                 gradients = walk_again(call, upstream_loss, upstream_lse, ctx.saved_tensors[-1])
                 upstream_loss = None
             gradients = Gradients(

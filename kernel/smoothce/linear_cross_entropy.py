@@ -223,7 +223,7 @@ def linear_cross_entropy(
 
     Source: "Calibrated Language Models and How to Find Them with Label Smoothing", equation 15.
     """
-    options = {
+    options: dict[str, Any] = {
         "label_smoothing": label_smoothing,
         "ignore_index": ignore_index,
         "reduction": reduction,
@@ -235,27 +235,18 @@ def linear_cross_entropy(
         "return_lse": return_lse,
         "return_statistics": return_statistics,
     }
+    tensors, shard = checks.prepare(
+        hidden, weight, labels, bias, smoothing_target, token_weights, process_group
+    )
     if torch.compiler.is_compiling() and impl != "reference" and process_group is None:
         # The reference is traced as it is, which leaves it its second derivatives. With a process
         # group the graph breaks: the operator's schema has no place for a group, whose collectives
         # have to run on every rank in the same order. `Options` are not made here, since a graph
         # may hold their numbers as symbols.
-        tensors, _ = checks.prepare(
-            hidden, weight, labels, bias, smoothing_target, token_weights, process_group
-        )
         output = compile_operator.call_operator(tensors, options, impl)
     else:
-        call = make_call(
-            hidden,
-            weight,
-            labels,
-            bias=bias,
-            smoothing_target=smoothing_target,
-            token_weights=token_weights,
-            process_group=process_group,
-            **options,
-        )
-        output = dispatch.run(call, impl)
+        output = dispatch.run(LossCall.of(tensors, Options(**options), shard), impl)
+
     loss = output.loss
     if loss.dim() > 0:  # one for each token
         loss = loss.view(labels.shape)
