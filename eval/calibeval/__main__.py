@@ -172,13 +172,16 @@ def add_import_options(grammar: argparse.ArgumentParser) -> None:
         metavar="DIR|FILE.jsonl",
         help="DIR: a file a data set",
     )
+    grammar.add_argument(
+        "--epoch", type=int, metavar="N", help="of Inspect's logs of several: the one to read"
+    )
 
 
 def run_import(arguments: argparse.Namespace) -> None:
     """Turn logs of lm-evaluation-harness, Inspect or lighteval into records."""
     from calibeval import imports
 
-    questions_of_file = imports.convert(arguments.files, arguments.out)
+    questions_of_file = imports.convert(arguments.files, arguments.out, arguments.epoch)
     if arguments.json:
         print_json(questions_of_file)
 

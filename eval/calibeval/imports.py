@@ -5,15 +5,16 @@ a line a question, the log-probability of each choice after its prompt. `results
 it knows the model, the examples and the versions.
 
 Inspect (`inspect eval … --logprobs --top-logprobs 20`; `inspect log convert --to json`), scored by
-letters: a sample's answer is its last token that is one of the choices' letters and a word of its
-own; the log-probabilities there of all letters are the record. A letter that is not among the top
-ones has at most the least of these, and gets it. Samples in which Inspect found no answer are left
-out, counted and said: a letter that stands in them somewhere is none. Of several epochs the first
-counts.
+letters: a sample's answer is the letter that Inspect's own scorer takes (`_answer_place`); the
+log-probabilities there of all letters are the record. A letter that is not among the top ones has
+at most the least of these, and gets it. Of several epochs one is read, which the user names.
 
 lighteval (`lighteval accelerate … --save-details`): `details_<task>_<time>.parquet` has a row a
 question, with the log-probability of each choice where the task's metric needs them, such as
 `loglikelihood_acc`. Of tasks whose answers are written it has none.
+
+Samples of which nothing is known, such as those in which Inspect found no answer, are left out,
+counted and said: `LEFT_OUT` lists why.
 
 Whether the model was asked in its chat is known only where lm-evaluation-harness's results say. Of
 other logs the sidecar says that it is not known, and `compare` takes them as asked in either way.
@@ -31,11 +32,12 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,21 @@ MMLU_SUBJECTS = (
 )
 # What a sample that is no multiple choice makes its reader raise.
 NOT_A_SAMPLE = (LookupError, TypeError, ValueError, AttributeError)
+# Why a sample is left out: a key of the sidecar's settings, and what follows "2 samples".
+LEFT_OUT = {
+    "errored": "that ended in an error",
+    "unanswered": "without an answer",
+    "ambiguous": "whose reply does not show which letter is its answer",
+    "impossible": "whose choices all have probability 0",
+}
+
+
+class LeftOut(Exception):
+    """A sample of which nothing is known; `reason` is a key of `LEFT_OUT`."""
+
+    def __init__(self, reason: str):
+        super().__init__(LEFT_OUT[reason])
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -80,7 +97,8 @@ class LogSample:
     """One question of a log, and the function that makes its record."""
 
     place: str  # for messages: the file, and the line or the sample's id
-    make_row: Callable[[], RawRecord]
+    make_row: Callable[[], RawRecord]  # may raise `LeftOut`
+    epoch: int = 1  # which time it is that the question is asked
 
 
 @dataclass(frozen=True)
@@ -91,7 +109,6 @@ class Log:
     shared: RawRecord  # what all its records have
     samples: list[LogSample]
     tells_of_chats: bool  # whether no `chat_template` in `shared` means that no chat was asked
-    unanswered: int = 0  # samples that hold no answer, and are not among these
 
 
 @dataclass(frozen=True)
@@ -119,12 +136,14 @@ class _Target:
     program: str
     rows: list[_LoggedRow] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each log, by its name
-    unanswered: int = 0  # samples without an answer
+    left_out: Counter[str] = field(default_factory=Counter)  # by the reason, of `LEFT_OUT`
     tells_of_chats: bool = True  # whether all its logs do
 
 
-def convert(paths: list[Path], out: Path) -> dict[str, int]:
+def convert(paths: list[Path], out: Path, epoch: int | None = None) -> dict[str, int]:
     """Write logs as records, to a file `*.jsonl` or to a folder with a file a data set.
+
+    `epoch` says which answers are read of a log that asks each question several times.
 
     Returns how many questions each file has. Raises `InputError`, naming file and place, for what
     is no multiple choice, and for files that do not belong into one, as those with other examples
@@ -132,7 +151,7 @@ def convert(paths: list[Path], out: Path) -> dict[str, int]:
     """
     targets: dict[Path, _Target] = {}
     for path in paths:
-        _add_log(path, out, targets)
+        _add_log(path, out, targets, epoch)
     for file, target in targets.items():
         placed_records = [
             (logged.place, checked(records.Record, logged.row, logged.place))
@@ -168,13 +187,11 @@ def _refuse_unlike_records(
             )
 
 
-def _add_log(path: Path, out: Path, targets: dict[Path, _Target]) -> None:
+def _add_log(path: Path, out: Path, targets: dict[Path, _Target], epoch: int | None) -> None:
     """Read a log, and add its rows to the file that they belong to."""
     log_format = format_of(path)
     log = log_format.read(path)
     if not log.samples:
-        if log.unanswered:
-            raise InputError(f"{path}: none of {log.unanswered} samples holds an answer")
         raise InputError(f"{path}: no samples")
     file = out
     if out.suffix != ".jsonl":
@@ -192,19 +209,52 @@ def _add_log(path: Path, out: Path, targets: dict[Path, _Target]) -> None:
             f"{path}: is of {log_format.program}, but other logs for {file} are of "
             f"{target.program}; give each program's logs another --out"
         )
-    for sample in log.samples:
+    left_out: Counter[str] = Counter()
+    samples = _samples_of_epoch(log, epoch, path)
+    for sample in samples:
         try:
             row = sample.make_row()
+        except LeftOut as reason:
+            left_out[reason.reason] += 1
+            continue
         except NOT_A_SAMPLE as error:
+            problem = str(error) if type(error) is ValueError else repr(error)
             raise InputError(
-                f"{sample.place}: {error!r}; expected {log_format.expected}"
+                f"{sample.place}: {problem}; expected {log_format.expected}"
             ) from error
         target.rows.append(_LoggedRow(path, sample.place, {**row, **log.shared}))
+    if left_out.total() == len(samples):
+        raise InputError(
+            f"{path}: none of {counted(len(samples), 'sample')} can be used: "
+            f"{_described_as_left_out(left_out)}"
+        )
     # Logs of two runs may have one name; then the second is known by its path as it was given.
     name = str(path) if path.name in target.digests else path.name
     target.digests[name] = sha256(path)
-    target.unanswered += log.unanswered
+    target.left_out += left_out
     target.tells_of_chats = target.tells_of_chats and log.tells_of_chats
+
+
+def _samples_of_epoch(log: Log, epoch: int | None, path: Path) -> list[LogSample]:
+    """The samples in which each question is asked once; `InputError` where none is chosen."""
+    epochs = sorted({sample.epoch for sample in log.samples})
+    if epoch is None and len(epochs) > 1:
+        raise InputError(
+            f"{path}: its questions were asked in {len(epochs)} epochs, and records hold one "
+            f"answer to each; give --epoch {epochs[0]}, or another up to {epochs[-1]}"
+        )
+    if epoch is not None and epoch not in epochs:
+        raise InputError(f"{path}: no epoch {epoch}; there are {', '.join(map(str, epochs))}")
+    return [sample for sample in log.samples if epoch in (None, sample.epoch)]
+
+
+def _described_as_left_out(left_out: Counter[str]) -> str:
+    """How many samples are left out, and why."""
+    parts = []
+    for reason, words in LEFT_OUT.items():
+        if left_out[reason]:
+            parts.append(f"{counted(left_out[reason], 'sample')} {words}")
+    return ", ".join(parts)
 
 
 def _write(file: Path, target: _Target) -> None:
@@ -214,11 +264,11 @@ def _write(file: Path, target: _Target) -> None:
     settings: dict[str, Any] = {"engine": target.program, "samples": target.digests}
     if not target.tells_of_chats:
         settings[records.TEMPLATE_IS_KNOWN] = False
-    if target.unanswered:
-        settings["unanswered"] = target.unanswered
+    settings.update(target.left_out)
+    if target.left_out:
         print(
-            f"warning: {file}: {counted(target.unanswered, 'sample')} without an answer left out, "
-            f"{len(rows)} kept: every metric is of those that answered",
+            f"warning: {file}: {_described_as_left_out(target.left_out)} left out, "
+            f"{len(rows)} kept: every metric is of those that are kept",
             file=sys.stderr,
         )
     about = {
@@ -440,8 +490,14 @@ def _common_white_space(texts: list[str]) -> str:
 
 
 def _possible(logprobs: list[float]) -> list[float]:
-    """The log-probabilities, with a finite one for choices of probability 0."""
-    least = min((value for value in logprobs if value != -math.inf), default=0.0)
+    """The log-probabilities, with a finite one for choices of probability 0.
+
+    `LeftOut` where all are impossible: by texts' lengths one would be the model's answer.
+    """
+    possible = [value for value in logprobs if value != -math.inf]
+    if logprobs and not possible:
+        raise LeftOut("impossible")
+    least = min(possible, default=0.0)
     return [least + IMPOSSIBLE if value == -math.inf else value for value in logprobs]
 
 
@@ -505,6 +561,14 @@ def _builtin_task(task: str) -> str | None:
 
 # --- Inspect ---
 
+# Inspect takes letters of either case behind ANSWER, and wrapped in $…$, **…** or brackets.
+ANSWER = re.compile(r"ANSWER\s*:[\s$*(]*(?P<letter>[A-Z])(?![A-Z0-9])", re.IGNORECASE)
+ANSWER_LINE = re.compile(rf"^[ \t]*{ANSWER.pattern}[ \t$*),.]*$", re.IGNORECASE | re.MULTILINE)
+LONE_LETTER = re.compile(r"(?<!\w)(?P<letter>[A-Z])(?!\w)")
+NO_WORD_AT_ENDS = re.compile(r"^\W+|\W+$")
+# How its scorer's explanation begins where the letters are not those of the log's choices.
+SHUFFLED = "Choices were shuffled before generating"
+
 
 def read_inspect(path: Path) -> Log:
     """A log, as .json."""
@@ -525,33 +589,33 @@ def read_inspect(path: Path) -> Log:
             "model": log["eval"]["model"],
             "versions": log["eval"].get("packages") or {},
         }
-        first_epoch = [sample for sample in log["samples"] if sample.get("epoch", 1) == 1]
-        answered = [sample for sample in first_epoch if not _is_unanswered(sample)]
+        samples = [
+            LogSample(
+                place=f"{path}, sample {sample.get('id')}",
+                make_row=partial(inspect_row, sample, task),
+                epoch=sample.get("epoch", 1),
+            )
+            for sample in log["samples"]
+        ]
     except (LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
-    samples = [
-        LogSample(f"{path}, sample {sample.get('id')}", partial(inspect_row, sample, task))
-        for sample in answered
-    ]
-    return Log(
-        task,
-        shared,
-        samples,
-        tells_of_chats=False,
-        unanswered=len(first_epoch) - len(answered),
-    )
-
-
-def _is_unanswered(sample: dict[str, Any]) -> bool:
-    """Whether Inspect's scorers looked for an answer and found none."""
-    answers = [
-        score["answer"] for score in (sample.get("scores") or {}).values() if "answer" in score
-    ]
-    return bool(answers) and not any(answers)
+    return Log(task, shared, samples, tells_of_chats=False)
 
 
 def inspect_row(sample: dict[str, Any], task: str) -> RawRecord:
-    """A sample as a record."""
+    """A sample as a record; `LeftOut` where the model answered nothing."""
+    if sample.get("error"):
+        raise LeftOut("errored")
+    scores = list((sample.get("scores") or {}).values())
+    answers = [score["answer"] for score in scores if "answer" in score]
+    replies = sample["output"]["choices"]
+    if not replies or (answers and not any(answers)):
+        raise LeftOut("unanswered")
+    if any(SHUFFLED in str(score.get("explanation")) for score in scores):
+        raise ValueError(
+            "`multiple_choice(shuffle=True)` showed the choices in another order than the log's; "
+            "shuffle them by the data set's `shuffle_choices`"
+        )
     letters = LETTERS[: len(sample["choices"])]
     target = sample["target"]
     if isinstance(target, list):
@@ -560,8 +624,7 @@ def inspect_row(sample: dict[str, Any], task: str) -> RawRecord:
     if target not in list(letters):
         raise ValueError(f"target is {target!r}, expected one of {', '.join(letters)}")
     label = letters.index(target)
-    answer, logprobs = _letters_where_answered(sample, letters)
-    _refuse_shuffled_choices(sample, letters, answer)
+    logprobs = _letters_where_answered(replies[0].get("logprobs"), letters, answers)
     asked = json.dumps([sample["input"], sample["choices"]], ensure_ascii=False)
     return {
         "id": str(sample["id"]),
@@ -573,40 +636,83 @@ def inspect_row(sample: dict[str, Any], task: str) -> RawRecord:
     }
 
 
-def _letters_where_answered(sample: dict[str, Any], letters: str) -> tuple[str, list[float]]:
-    """The letter of the last token that is one, and the log-probability of each letter there.
+def _letters_where_answered(
+    reply_logprobs: dict[str, Any] | None, letters: str, answers: list[Any]
+) -> list[float]:
+    """The log-probability of each letter where the model answers with one.
 
-    A token is none that a word goes on after, as " A" before "nswer".
+    `answers` are what Inspect's scorers took. An alternative is a letter whatever space, colon or
+    bracket its token holds beside it.
     """
-    tokens = sample["output"]["choices"][0]["logprobs"]["content"]
-    answers = []
-    for token, next_token in zip_longest(tokens, tokens[1:]):
-        is_letter = token["token"].strip() in list(letters)
-        word_goes_on = next_token is not None and next_token["token"][:1].isalnum()
-        if is_letter and token.get("top_logprobs") and not word_goes_on:
-            answers.append(token)
-    if not answers:
-        raise ValueError("none of its tokens is a choice's letter")
-    last = answers[-1]
-    top = [(entry["token"].strip(), entry["logprob"]) for entry in last["top_logprobs"]]
+    tokens = (reply_logprobs or {}).get("content") or []
+    if not any(token.get("top_logprobs") for token in tokens):
+        raise ValueError(
+            "no top log-probabilities; run `inspect eval` with --logprobs --top-logprobs 20"
+        )
+    texts = [_plain(token["token"]) for token in tokens]
+    place = _answer_place("".join(texts), letters, answers)
+    ends = list(accumulate(map(len, texts)))
+    number = next(number for number, end in enumerate(ends) if end > place)
+    said = _bare(texts[number])
+    if len(said) > 1:
+        letter = "".join(texts)[place]
+        raise ValueError(
+            f"its answer {letter!r} is part of the token {texts[number]!r}, so its probability is "
+            "not known"
+        )
+    if said.islower():
+        letters = letters.lower()
+    top = [
+        (_bare(_plain(entry["token"])), entry["logprob"])
+        for entry in tokens[number]["top_logprobs"]
+    ]
     least = min(logprob for _, logprob in top)
     logprobs = []
     for letter in letters:
         # Several tokens may be the same letter: "B" and " B".
-        probabilities = [math.exp(logprob) for token, logprob in top if token == letter]
+        probabilities = [math.exp(logprob) for text, logprob in top if text == letter]
         if probabilities:
             logprobs.append(min(math.log(sum(probabilities)), 0.0))
         else:
             logprobs.append(least)
-    return last["token"].strip(), logprobs
+    return logprobs
 
 
-def _refuse_shuffled_choices(sample: dict[str, Any], letters: str, answer: str) -> None:
-    """Raise where the sample's score knows another answer: the letters were not the target's."""
-    scored = {score.get("answer") for score in (sample.get("scores") or {}).values()}
-    others = sorted((scored & set(letters)) - {answer})
-    if others:
-        raise ValueError(f"answers {answer}, {others[0]} by its score: were the choices shuffled?")
+def _answer_place(reply: str, letters: str, answers: list[Any]) -> int:
+    """Where the letter of the answer stands in a reply.
+
+    As `choice` of Inspect finds it: in the last line that is nothing but `ANSWER: LETTER`, else
+    behind the last `ANSWER:`. Where another scorer took a letter, or none, it is the only one that
+    stands by itself, and `LeftOut` is raised where there are several.
+    """
+    scored = {answer.upper() for answer in answers if isinstance(answer, str)} & set(letters)
+    found: list[str] = []
+    for pattern in (ANSWER_LINE, ANSWER, LONE_LETTER):
+        places = []
+        for match in pattern.finditer(reply):
+            letter = match["letter"].upper()
+            if letter in letters:
+                found.append(letter)
+                if not scored or scored == {letter}:
+                    places.append(match.start("letter"))
+        if pattern is LONE_LETTER and len(places) > 1:
+            raise LeftOut("ambiguous")
+        if places:
+            return places[-1]
+    if not found:
+        raise ValueError("none of its tokens is a choice's letter")
+    others = ", ".join(sorted(scored))
+    raise ValueError(f"answers {found[0]}, {others} by its score: were the choices shuffled?")
+
+
+def _plain(token: str) -> str:
+    """A token's text, where tokenizers of the provider `hf` write spaces as other characters."""
+    return token.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").replace("<0x0A>", "\n")
+
+
+def _bare(text: str) -> str:
+    """A token's text without spaces, colons, brackets and the like around it."""
+    return NO_WORD_AT_ENDS.sub("", text)
 
 
 # --- lighteval ---

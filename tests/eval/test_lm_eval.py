@@ -356,6 +356,21 @@ def test_letters_after_another_delimiter(tmp_path, run):
     assert "letters by sum" in run("import", path, "--out", tmp_path / "out").err
 
 
+def test_questions_of_which_nothing_is_known_are_left_out(tmp_path, run, refused):
+    """All choices had −104 then, and their lengths decided: a confidence of 0.9996."""
+    samples = read_lines(MMLU)
+    impossible = {**samples[0], "filtered_resps": [["-inf", "False"]] * 4}
+    path = write_lines(tmp_path / MMLU.name, [impossible, *samples[1:]])
+    printed = run("import", path, "--out", tmp_path / "out")
+    assert "1 sample whose choices all have probability 0 left out, 5 kept" in printed.err
+    mmlu = tmp_path / "out" / "mmlu.jsonl"
+    assert records.meta(mmlu)["settings"]["impossible"] == 1
+    assert len(records.read(mmlu)) == 5
+    write_lines(path, [impossible])
+    message = refused("import", path, "--out", tmp_path / "none")
+    assert "none of 1 sample can be used: 1 sample whose choices all" in message
+
+
 def test_a_choice_of_probability_0(tmp_path, run):
     samples = read_lines(MMLU)
     wrong = next(place for place in range(4) if place != int(samples[0]["target"]))
@@ -573,10 +588,18 @@ def test_an_import_is_compared_with_own_records(tmp_path, run):
 TOP = [("B", -0.5), (" B", -3.0), ("A", -1.5), ("ANSWER", -4.0), ("the", -6.0)]
 
 
-def inspect_sample(number: int, target: str, *tokens: str) -> dict:
-    """A sample of Inspect's log in which the model has said these tokens."""
-    top = [{"token": token, "logprob": logprob} for token, logprob in TOP]
-    content = [{"token": token, "logprob": -0.5, "top_logprobs": top} for token in tokens]
+def inspect_sample(
+    number: int, target: str, *tokens: str, top: dict[str, list] | None = None
+) -> dict:
+    """A sample of Inspect's log in which the model has said these tokens.
+
+    `top` has the likeliest tokens where a token stands, if they are not `TOP`.
+    """
+    content = []
+    for token in tokens:
+        likeliest = (top or {}).get(token, TOP)
+        alternatives = [{"token": text, "logprob": logprob} for text, logprob in likeliest]
+        content.append({"token": token, "logprob": -0.5, "top_logprobs": alternatives})
     return {
         "id": number,
         "epoch": 1,
@@ -609,8 +632,7 @@ def write_log(tmp_path):
 def test_inspects_logs(tmp_path, run, write_log):
     first = inspect_sample(1, "B", "ANSWER", ":", " B", ".")
     first["scores"] = {"choice": {"answer": "B"}, "other": {"answer": "I say B"}, "third": {}}
-    second_epoch = {**inspect_sample(1, "B", "B"), "epoch": 2}
-    log = write_log([first, second_epoch, inspect_sample(2, "A", "A")])
+    log = write_log([first, inspect_sample(2, "A", "A")])
     out = tmp_path / "out" / "arc.jsonl"
     printed = run("import", log, "--out", out.parent, "--json").out
     assert json.loads(printed) == {str(out): 2}
@@ -639,7 +661,80 @@ def test_answers_that_inspect_did_not_find(tmp_path, run, refused, write_log):
     assert records.meta(out)["settings"]["unanswered"] == 2
     none = write_log([refusal, unparsed])
     message = refused("import", none, "--out", tmp_path / "none.jsonl")
-    assert "none of 2 samples holds an answer" in message
+    assert "none of 2 samples can be used: 2 samples without an answer" in message
+
+
+BEFORE = [("B", math.log(0.7)), ("A", math.log(0.1)), ("C", math.log(0.1)), ("the", -9.0)]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        # Explained behind it, by the same letter and by another.
+        ("ANSWER", ":", "[B]", "\n", "Explanation", ":", " option", " B", " is", " right", "."),
+        ("ANSWER", ":", "[B]", "\n", "Explanation", ":", " not", " A", "."),
+        # The last line that is nothing but an answer, and not a later sentence.
+        ("ANSWER", ":", " A", "\n", "ANSWER", ":", "[B]", "\n", "Not", " ANSWER", ":", " C", " or"),
+        ("ANSWER", "[:B]", "."),
+        ("ANSWER", ":", " **", "[B]", "**"),
+        ("ANSWER", ":", "[ (B]", ")"),
+        ("ANSWER", ":", "[ (B)]"),
+        ("answer", ":", "[ b]"),
+        ("ĠANSWER", ":", "[ĠB]", "Ċ", "because", "Ġof", "ĠA"),  # as the provider `hf` has tokens
+        ("▁ANSWER", ":", "[▁B]", "<0x0A>", "because", "▁of", "▁A"),
+        ("[B]", ".", " Because", " A", " is", " not", "."),  # of the scorer `pattern`
+    ],
+    ids="".join,
+)
+def test_the_letter_that_inspects_scorer_takes(tmp_path, run, write_log, reply):
+    """The last letter anywhere was taken. The answer's token stands in brackets here."""
+    marked = next(token for token in reply if token.startswith("["))
+    answer = marked.strip("[]")
+    letter = "b" if answer == " b" else "B"
+    top = {answer: [(answer.replace(letter, text), logprob) for text, logprob in BEFORE]}
+    if letter == "b":
+        top[answer] = [(f" {text.lower()}", logprob) for text, logprob in BEFORE]
+    tokens = [token.strip("[]") if token == marked else token for token in reply]
+    sample = inspect_sample(1, "B", *tokens, top=top)
+    sample["scores"] = {"choice": {"value": "C", "answer": "B", "explanation": ""}}
+    run("import", write_log([sample]), "--out", tmp_path / "r.jsonl")
+    (row,) = read_lines(tmp_path / "r.jsonl")
+    assert row["logprobs"] == pytest.approx([math.log(p) for p in (0.1, 0.7, 0.1)])
+
+
+def test_an_answer_that_may_be_at_two_places_is_left_out(tmp_path, run, write_log):
+    sample = inspect_sample(1, "B", "B", " is", " true", ",", " so", " B")
+    log = write_log([sample, inspect_sample(2, "B", "B")])
+    printed = run("import", log, "--out", tmp_path / "r.jsonl")
+    assert "1 sample whose reply does not show which letter is its answer left out" in printed.err
+    assert records.meta(tmp_path / "r.jsonl")["settings"]["ambiguous"] == 1
+
+
+def test_samples_that_ended_in_an_error_are_left_out(tmp_path, run, write_log):
+    """As `--no-fail-on-error` leaves them, in a log that is a success."""
+    errored = inspect_sample(1, "B")
+    errored.update(error={"message": "RuntimeError('x')"}, scores={}, output={"choices": []})
+    unanswered = inspect_sample(2, "B", "no")
+    unanswered["scores"] = {"choice": {"value": "I", "answer": ""}}
+    log = write_log([errored, unanswered, inspect_sample(3, "B", "B")])
+    printed = run("import", log, "--out", tmp_path / "r.jsonl")
+    expected = "1 sample that ended in an error, 1 sample without an answer left out, 1 kept"
+    assert expected in printed.err
+    settings = records.meta(tmp_path / "r.jsonl")["settings"]
+    assert (settings["errored"], settings["unanswered"]) == (1, 1)
+
+
+def test_one_of_several_epochs_is_asked_for(tmp_path, run, refused, write_log):
+    """All but the first were dropped without a word."""
+    epochs = [{**inspect_sample(1, "B", "B"), "epoch": 1}]
+    epochs.append({**inspect_sample(1, "A", "B"), "epoch": 2})
+    command = ["import", write_log(epochs), "--out", tmp_path / "r.jsonl"]
+    message = refused(*command)
+    assert "its questions were asked in 2 epochs" in message
+    assert "give --epoch 1, or another up to 2" in message
+    assert "no epoch 3" in refused(*command, "--epoch", "3")
+    run(*command, "--epoch", "2")
+    assert records.read(tmp_path / "r.jsonl").labels.tolist() == [0]
 
 
 def test_a_letter_at_the_beginning_of_a_word_is_none(tmp_path, refused, write_log):
@@ -650,6 +745,19 @@ def test_a_letter_at_the_beginning_of_a_word_is_none(tmp_path, refused, write_lo
 
 
 SHUFFLED = {**inspect_sample(1, "A", " B"), "scores": {"choice": {"answer": "C"}}}
+# The letter's probability is known, and it is that of another choice than the target's.
+SAID_TO_BE_SHUFFLED = {
+    **inspect_sample(1, "A", " B"),
+    "scores": {
+        "choice": {
+            "answer": "B",
+            "explanation": "Choices were shuffled before generating a response, …",
+        }
+    },
+}
+WITHOUT_LOGPROBS = {**inspect_sample(1, "A"), "output": {"choices": [{"logprobs": None}]}}
+NO_TOP_LOGPROBS = inspect_sample(1, "A", "A")
+NO_TOP_LOGPROBS["output"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = None
 
 
 @pytest.mark.parametrize(
@@ -659,9 +767,13 @@ SHUFFLED = {**inspect_sample(1, "A", " B"), "scores": {"choice": {"answer": "C"}
         (inspect_sample(1, "", "A"), "target is '', expected one of A, B, C"),
         (inspect_sample(1, "BC", "A"), "target is 'BC', expected one of A, B, C"),
         (inspect_sample(1, "A", "yes"), "none of its tokens is a choice's letter"),
-        (inspect_sample(1, "A"), "none of its tokens is a choice's letter"),
+        (inspect_sample(1, "A"), "no top log-probabilities"),
         ({**inspect_sample(1, "A"), "choices": None}, "sample 1: TypeError"),
         (SHUFFLED, "answers B, C by its score: were the choices shuffled?"),
+        (SAID_TO_BE_SHUFFLED, "shuffle them by the data set's `shuffle_choices`"),
+        (WITHOUT_LOGPROBS, "no top log-probabilities; run `inspect eval` with --logprobs"),
+        (NO_TOP_LOGPROBS, "no top log-probabilities; run `inspect eval` with --logprobs"),
+        (inspect_sample(1, "A", "ANSWER: A"), "'A' is part of the token 'ANSWER: A'"),
     ],
 )
 def test_inspects_samples_that_are_no_multiple_choice(
