@@ -122,6 +122,7 @@ class Evaluation:
     shots: int | None = None  # likewise
     subjects_sha256: str | None = None  # of each question's subject, in the order of the ids
     truncated_prompts: int = 0  # how many lost their beginning, to fit the model
+    shown_shots: str | None = None  # as `Records` has it
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -331,6 +332,7 @@ def measure(
         shots=records.shots,
         subjects_sha256=_json_digest(records.subjects.tolist()),
         truncated_prompts=records.truncated_prompts,
+        shown_shots=records.shown_shots,
     )
 
 

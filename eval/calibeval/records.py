@@ -10,7 +10,8 @@ import json
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -118,6 +119,7 @@ class Records:
     # fewer; without a sidecar that says so, the most that any has. None where nobody knows.
     shots: int | None = None
     truncated_prompts: int = 0  # how many lost their beginning, to fit the model
+    shown_shots: str | None = None  # what `described_shots` says of them; None where nobody knows
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -187,7 +189,7 @@ def joined(
     letter_mass = array("d")
     prompts: list[str | None] = []
     subjects: list[str] = []
-    most_shots: int | None = None
+    shots: list[int | None] = []
     truncated_prompts = 0
     for where, row in rows:
         first = first or row
@@ -205,12 +207,15 @@ def joined(
         letter_mass.append(_letter_mass(row))
         prompts.append(row.prompt_sha256)
         subjects.append(sys.intern(row.subject))
-        if row.shots is not None:
-            most_shots = max(row.shots, most_shots or 0)
+        shots.append(row.shots)
         if row.truncated:
             truncated_prompts += 1
     if first is None:
         raise InputError(f"{path}: no records")
+    known_shots = [number for number in shots if number is not None]
+    shown_shots = None
+    if len(known_shots) == len(shots):
+        shown_shots = described_shots(questions_of_shots(known_shots))
     return Records(
         path=path,
         ids=list(place_of_id),
@@ -223,9 +228,23 @@ def joined(
         normalise=normalise or first.normalise,
         subjects=np.array(subjects, object),
         chat_template=first.chat_template,
-        shots=most_shots,
+        shots=max(known_shots, default=None),
         truncated_prompts=truncated_prompts,
+        shown_shots=shown_shots,
     )
+
+
+def questions_of_shots(shots: Iterable[int]) -> dict[int, int]:
+    """Return how many questions have how many examples before them, the most examples first."""
+    return dict(sorted(Counter(shots).items(), reverse=True))
+
+
+def described_shots(questions: Mapping[int, int]) -> str:
+    """Return what `questions_of_shots` counts in words: "5 before 300 questions, 4 before 42"."""
+    (first, number), *others = questions.items()
+    parts = [f"{first or 'none'} before {counted(number, 'question')}"]
+    parts += [f"{shots or 'none'} before {number}" for shots, number in others]
+    return ", ".join(parts)
 
 
 def _difference(row: Record, first: Record, keys: Sequence[str]) -> str:

@@ -282,7 +282,13 @@ class _TaskFilling:
             row_of_id = {**row_of_id, **self._score_missing(store, row_of_id)}
         rows = [row_of_id[item.id] for item in self.items]
         last_made = [*row_of_id.values()][-1]  # new rows stand behind those that were there
-        about = {"model": last_made["model"], "versions": last_made["versions"]}
+        about = {
+            "model": last_made["model"],
+            "versions": last_made["versions"],
+            "questions_of_shots": records.questions_of_shots(
+                item.prompt.shots for item in self.items
+            ),
+        }
         store.finish(rows, about)
         return False
 
@@ -396,7 +402,8 @@ def fit_prompts(
     does not fit even without examples loses tokens on the left, the start token and a chat's first
     turn among them. lm-evaluation-harness does so too, but for each choice by itself, and it keeps
     up to two tokens more; here all choices share one context, cut until the longest choice fits
-    behind it. A warning counts such questions, and their records say how many tokens. Choices that
+    behind it. Warnings count the questions with fewer examples and those that were cut, and the
+    records say how many examples stand before each and how many tokens it lost. Choices that
     do not fit by themselves raise `InputError`. `prompt_limit=None` lets everything fit.
     """
     task = resolved(task)
@@ -432,6 +439,7 @@ def fit_prompts(
             job = Job(candidate.index, context[excess:], tokenized.branches)
             items[candidate.index] = Item(prompt, job, task.scoring, normalise, excess)
         pending = too_long
+    _warn_of_dropped_examples(items, task, prompt_limit)
     _warn_of_truncated(items, prompt_limit)
     if chat_format is not None and not chat_format.takes_system:
         _warn_of_lost_headers(chat_format, subjects, mode)
@@ -445,6 +453,18 @@ def _candidates(subjects: list[Subject], task: ResolvedTask) -> list[_Candidate]
         for question in subject.questions:
             candidates.append(_Candidate(len(candidates), subject, question, task.shots))
     return candidates
+
+
+def _warn_of_dropped_examples(
+    items: Mapping[int, Item], task: ResolvedTask, prompt_limit: int | None
+) -> None:
+    shown = records.questions_of_shots(item.prompt.shots for item in items.values())
+    if set(shown) != {task.shots}:
+        print(
+            f"warning: {task.key}: {counted(task.shots, 'example')} wanted before each question, "
+            f"but not all fit in {prompt_limit} tokens: there are {records.described_shots(shown)}",
+            file=sys.stderr,
+        )
 
 
 def _warn_of_truncated(items: Mapping[int, Item], prompt_limit: int | None) -> None:

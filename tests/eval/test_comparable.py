@@ -1,6 +1,7 @@
 """Record files are compared only where their questions were asked and read alike."""
 
 import json
+import shutil
 
 import pytest
 from made_records import read_lines, write_lines, write_records
@@ -93,6 +94,32 @@ def test_wanted_shots_are_known_where_the_files_are_gone(written):
         file.unlink()
         sidecar.unlink()
     calibeval.compare(*found)
+
+
+def test_examples_that_do_not_fit_are_counted_and_told_as_the_cause(
+    tmp_path, mmlu, tiny_model, run, refused
+):
+    """The record said five of every question, and `compare` named two digests."""
+    short_model = tmp_path / "short"
+    shutil.copytree(tiny_model, short_model)
+    config = json.loads((short_model / "config.json").read_text())
+    (short_model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200}))
+    command = ["score", "--task", "mmlu", "--data", mmlu, "--limit", 10, "--model"]
+    printed = run(*command, tiny_model, "--out", tmp_path / "long.jsonl")
+    assert "examples" not in printed.err
+    printed = run(*command, short_model, "--out", tmp_path / "short.jsonl")
+    rows = read_lines(tmp_path / "short.jsonl")
+    most = max(row["shots"] for row in rows)
+    with_most = sum(row["shots"] == most for row in rows)
+    with_fewer = len(rows) - with_most
+    assert {row["shots"] for row in rows} == {most, most - 1}
+    expected = f"{most} before {with_most} questions, {most - 1} before {with_fewer}"
+    warning = "5 examples wanted before each question, but not all fit in 199 tokens: there are "
+    assert warning + expected in printed.err
+    about = records.meta(tmp_path / "short.jsonl")
+    assert about["questions_of_shots"] == {str(most): with_most, str(most - 1): with_fewer}
+    message = refused("compare", tmp_path / "long.jsonl", tmp_path / "short.jsonl")
+    assert f"asked with examples that fit '5 before 20 questions' and '{expected}'" in message
 
 
 def test_prompts_that_were_cut_are_not_those_that_were_not(written, index_of):
