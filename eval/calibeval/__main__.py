@@ -255,15 +255,23 @@ def add_compare_options(grammar: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the questions were asked in other words, which is meant",
     )
+    grammar.add_argument(
+        "--common", action="store_true", help="compare the questions that both files have"
+    )
     add_cluster(grammar)
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
     """Say whether model B is better than model A, and by how much."""
-    from calibeval import api, evaluations, measures, stats
+    from calibeval import api, evaluations, measures, records, stats
 
-    evaluation_a = evaluations.load(arguments.a, arguments.normalise, arguments.cluster)
-    evaluation_b = evaluations.load(arguments.b, arguments.normalise, arguments.cluster)
+    if arguments.common:
+        a, b = records.common(arguments.a, arguments.b, arguments.normalise)
+        evaluation_a = evaluations.measure(a, arguments.cluster)
+        evaluation_b = evaluations.measure(b, arguments.cluster)
+    else:
+        evaluation_a = evaluations.load(arguments.a, arguments.normalise, arguments.cluster)
+        evaluation_b = evaluations.load(arguments.b, arguments.normalise, arguments.cluster)
     comparisons = api.compare(evaluation_a, evaluation_b, arguments.different_prompts)
     if arguments.json:
         print_json({"a": str(arguments.a), "b": str(arguments.b), "comparison": comparisons})
@@ -292,7 +300,9 @@ def print_comparisons(confidence: str, comparison_of_metric: dict[str, Any]) -> 
         return value if isinstance(value, str) else f"{value:.4f}"
 
     table = pd.DataFrame(comparison_of_metric).T.rename_axis(columns=confidence)
-    print(table.map(cell, na_action="ignore").fillna("–").to_string())
+    table = table.map(cell, na_action="ignore").fillna("–")
+    table["p"] = table["p"].replace("0.0000", "<0.0001")
+    print(table.to_string())
 
 
 # --- check ---

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing_extensions import TypedDict
 
 from calibeval import evaluations, stats
-from calibeval.comparable import same_normaliser, same_prompts, same_questions
+from calibeval.comparable import COMMON_REMEDY, same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import Cluster, Evaluation
 from calibeval.io import InputError
 from calibeval.measures import ConfidenceDefinition
@@ -87,12 +87,14 @@ def compare(
 
     Of an `Evaluation` that was measured for some metrics alone only these are compared.
 
+    `records.common` reads the questions that two files share, to compare these alone.
+
     Raises `InputError` for other questions, for questions that were asked in other words unless
     `different_prompts`, and for two evaluations without a metric in common.
     """
     evaluation_a = evaluation_of(a, cluster)
     evaluation_b = evaluation_of(b, cluster)
-    same_questions([evaluation_a, evaluation_b])
+    same_questions([evaluation_a, evaluation_b], COMMON_REMEDY)
     same_normaliser(evaluation_a, evaluation_b)
     if not different_prompts:
         same_prompts(evaluation_a, evaluation_b)

@@ -13,18 +13,25 @@ file is `calibeval.records`' to say, and which unfinished scoring may go on is `
 from collections.abc import Sequence
 from typing import Any
 
+from calibeval import records
 from calibeval.evaluations import Evaluation
 from calibeval.io import InputError
 
+SHOWN_IDS = 5  # of the questions that files do not share
 
-def same_questions(evaluations: Sequence[Evaluation]) -> None:
-    """Raise `InputError` unless all evaluations are of the same questions, resampled alike."""
+
+def same_questions(evaluations: Sequence[Evaluation], remedy: str = "") -> None:
+    """Raise `InputError` unless all evaluations are of the same questions, resampled alike.
+
+    `remedy` says what to do about other questions.
+    """
     first = evaluations[0]
     for other in evaluations[1:]:
         if other.questions_sha256 != first.questions_sha256:
             raise InputError(
                 f"{first.path} and {other.path}: {first.questions:,} and {other.questions:,} "
                 "questions; expected the same ids and right answers in both"
+                f"{_named_differences(first, other)}{remedy}"
             )
         by_subject = "subject" in (first.cluster, other.cluster)
         if by_subject and other.subjects_sha256 != first.subjects_sha256:
@@ -44,7 +51,35 @@ def same_questions(evaluations: Sequence[Evaluation]) -> None:
             )
 
 
+def _named_differences(first: Evaluation, second: Evaluation) -> str:
+    """Which questions two files do not share, by their first ids; nothing where a file is gone."""
+    labels = []
+    for evaluation in (first, second):
+        try:
+            scored = records.read(evaluation.path, evaluation.normalise)
+        except InputError:
+            return ""
+        labels.append(dict(zip(scored.ids, scored.labels.tolist(), strict=True)))
+    labels_of_first, labels_of_second = labels
+    parts = {
+        "the first alone has": [name for name in labels_of_first if name not in labels_of_second],
+        "the second alone has": [name for name in labels_of_second if name not in labels_of_first],
+        "other right answers:": [
+            name
+            for name, label in labels_of_first.items()
+            if labels_of_second.get(name, label) != label
+        ],
+    }
+    return "".join(f"; {words} {_first_ids(ids)}" for words, ids in parts.items() if ids)
+
+
+def _first_ids(ids: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, ids[:SHOWN_IDS]))
+    return f"{shown} and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else shown
+
+
 # What to do about questions that were asked or read otherwise, where two files are compared.
+COMMON_REMEDY = "; `compare --common` takes what both have"
 NORMALISER_REMEDY = "`--normalise sum` of `compare` reads both alike"
 PROMPTS_REMEDY = "if it is meant, `compare --different-prompts`"
 

@@ -335,7 +335,10 @@ def encode(
     # In parts: what a tokenizer makes beside the ids takes several times their memory.
     for start in range(0, len(texts), TEXTS_AT_ONCE):
         part = list(texts[start : start + TEXTS_AT_ONCE])
-        token_ids += tokenizer(part, add_special_tokens=adds_start_token)["input_ids"]
+        # Not `verbose`, or transformers warns of texts that are longer than the model takes. Those
+        # are cut before a model reads them (`scoring.fit_prompts`).
+        encoded = tokenizer(part, add_special_tokens=adds_start_token, verbose=False)
+        token_ids += encoded["input_ids"]
     if adds_start_token and appends_end_token(tokenizer):
         return [row[:-1] for row in token_ids]
     return token_ids

@@ -26,6 +26,8 @@ from calibeval.validation import (
 )
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LISTS = ("choices", "endings")  # the keys of a row that are lists
+COLUMNS_AS_LIST = '["{{ COLUMN }}", "{{ ANOTHER }}"]'
 DEFAULT_SUBJECT = "general_knowledge"
 
 
@@ -191,13 +193,17 @@ def _described(problem: Problem, row: dict[str, Any], templates: RowTemplates, t
         key = problem.path[0]
         columns = [str(column) for column in row]
         hint = did_you_mean(key, columns)
+        template = COLUMNS_AS_LIST if key in LISTS else '"{{ COLUMN }}"'
         return (
             f"no {key!r}; found {', '.join(columns)}{hint}; a task file takes another column by "
-            f'`row: {{{key}: "{{{{ COLUMN }}}}"}}`'
+            f"`row: {{{key}: {template}}}`"
         )
     text = problem.describe()
     # A problem of no key is of a rule of the whole row. The messages of these rules begin with the
     # key, as "answer is …" of `QuestionRow._answer_is_a_choice` does.
     key = problem.path[0] if problem.path else text.partition(" ")[0]
+    if key in LISTS and isinstance(row.get(key), str):
+        # A cell of a CSV file is one text, whatever is written in it.
+        text += f"; a task file makes one of columns by `row: {{{key}: {COLUMNS_AS_LIST}}}`"
     origin = templates.origin(key)
     return f"{text} (row.{key} in {task}: {origin})" if origin else text

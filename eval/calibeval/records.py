@@ -169,6 +169,45 @@ def read(path: Path, normalise: str | None = None) -> Records:
     return records
 
 
+def common(path_a: Path, path_b: Path, normalise: str | None = None) -> tuple[Records, Records]:
+    """Read the questions that two files have in common, with the same right answers; say how many.
+
+    Raises `InputError` where there is none, and what `read` raises.
+    """
+    whole_a = read(path_a, normalise)
+    whole_b = read(path_b, normalise)
+    ids = {question for question, _ in _ids_and_labels(whole_a) & _ids_and_labels(whole_b)}
+    if not ids:
+        raise InputError(
+            f"{path_a} and {path_b}: no question in common, by id and right answer; expected "
+            "records of one data set"
+        )
+    print(
+        f"{path_a} and {path_b}: {counted(len(ids), 'question')} of {len(whole_a)} and "
+        f"{len(whole_b)} are common; the others are left out",
+        file=sys.stderr,
+    )
+    return _part(whole_a, ids, normalise), _part(whole_b, ids, normalise)
+
+
+def _ids_and_labels(records: Records) -> set[tuple[str, int]]:
+    return set(zip(records.ids, records.labels.tolist(), strict=True))
+
+
+def _part(whole: Records, ids: set[str], normalise: str | None) -> Records:
+    """The records of some questions alone."""
+    rows = (
+        (where, checked(Record, raw, where))
+        for where, raw in json_lines(whole.path)
+        if raw["id"] in ids
+    )
+    return replace(
+        joined(whole.path, rows, normalise),
+        shots=whole.shots,
+        chat_template_is_known=whole.chat_template_is_known,
+    )
+
+
 def joined(
     path: Path,
     rows: Iterable[tuple[str, Record]],

@@ -122,6 +122,55 @@ def test_examples_that_do_not_fit_are_counted_and_told_as_the_cause(
     assert f"asked with examples that fit '5 before 20 questions' and '{expected}'" in message
 
 
+@pytest.fixture
+def two_question_sets(written):
+    """Files of 60 questions: the second lacks two, has one more and one with another answer."""
+    first = written("first")
+    rows = read_lines(first)
+    rows[2] = {**rows[2], "label": (rows[2]["label"] + 1) % 4}
+    second = write_lines(first.with_name("second.jsonl"), [*rows[2:], {**rows[0], "id": "new"}])
+    return first, second
+
+
+def test_other_questions_are_named(two_question_sets, refused):
+    """Two equal numbers were all that was said."""
+    first, second = two_question_sets
+    ids = [row["id"] for row in read_lines(first)]
+    message = refused("compare", first, second)
+    assert "60 and 59 questions; expected the same ids and right answers in both" in message
+    assert f"the first alone has {ids[0]!r}, {ids[1]!r}; the second alone has 'new'" in message
+    assert f"other right answers: {ids[2]!r}; `compare --common` takes what both have" in message
+
+
+def test_common_questions_are_compared(two_question_sets, run, refused):
+    first, second = two_question_sets
+    printed = run("compare", first, second, "--common", "--json")
+    assert "57 questions of 60 and 59 are common" in printed.err
+    nll = json.loads(printed.out)["comparison"]["choices"]["nll"]
+    assert nll["difference"] == 0
+    common = {row["id"] for row in read_lines(first)[3:]}
+    part = write_lines(
+        first.with_name("part.jsonl"), [row for row in read_lines(first) if row["id"] in common]
+    )
+    assert nll["a"] == evaluations.load(part).values["choices"]["nll"]
+    other = write_lines(first.with_name("other.jsonl"), [{**read_lines(first)[0], "id": "new"}])
+    assert "no question in common" in refused("compare", first, other, "--common")
+
+
+def test_a_small_p_is_not_zero(written, run):
+    right = written("right", logprobs=[-9.0, -9.0, -9.0, -9.0])
+    rows = read_lines(right)
+    for row in rows:
+        row["logprobs"][row["label"]] = -0.1
+        del row["letter_mass"]
+    write_lines(right, rows)
+    wrong = written("wrong", logprobs=[-2.0, -2.0, -2.0, -2.0], letter_mass=None)
+    printed = run("compare", wrong, right).out
+    assert "<0.0001" in printed
+    (nll,) = [line for line in printed.splitlines() if line.startswith("nll ")][:1]
+    assert " 0.0000 " not in nll
+
+
 def test_prompts_that_were_cut_are_not_those_that_were_not(written, index_of):
     """The digest of a prompt is of its whole text, also where a model has not read all of it."""
     whole = written("whole", prompt_sha256="ab")

@@ -511,6 +511,22 @@ def test_a_task_files_error_names_the_file_once(logic, tmp_path, refused):
     assert message.count(str(logic)) == 1
 
 
+@pytest.mark.parametrize("columns", ["question,A,B,answer", "question,choices,B,answer"])
+def test_choices_of_csv_files_are_columns(tmp_path, columns):
+    """A column is one text, and the task file that the message proposed was refused in turn."""
+    data = tmp_path / "rows.csv"
+    data.write_text(f"{columns}\nWhich?,an ant,an elk,1\n")
+    with pytest.raises(InputError) as refused:
+        load("jsonl", data)
+    proposed = str(refused.value).partition("`")[2].partition("`")[0]
+    first = columns.split(",")[1]
+    row = proposed.replace("COLUMN", first).replace("ANOTHER", "B")
+    task_file = tmp_path / "task.yaml"
+    task_file.write_text(row)
+    (subject,) = load(str(task_file), data)
+    assert subject.questions[0].choices == ("an ant", "an elk")
+
+
 def test_a_column_that_is_misspelt_is_named(tmp_path):
     row = {"question": "Sky?", "choices": ["red", "blue"], "anwser": "blue"}
     data = write_lines(tmp_path / "q.jsonl", [row])
