@@ -51,6 +51,12 @@ class Exchange(NamedTuple):
 
     question: str
     answer: str
+    delimiter: str = " "
+
+    @property
+    def text(self) -> str:
+        """Question and answer as one text."""
+        return f"{self.question}{self.delimiter}{self.answer}"
 
 
 Turn = dict[str, str]  # {"role": …, "content": …}
@@ -91,7 +97,7 @@ class ChatFormat:
         if system and self.takes_system:
             turns.append(_turn("system", system))
         if self.few_shot == "one_turn":
-            shown = [f"{example.question} {example.answer}" for example in examples]
+            shown = [example.text for example in examples]
             turns.append(_turn("user", PARAGRAPH.join([*shown, question])))
         else:
             for example in examples:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEXTS_AT_ONCE = 1000  # for a tokenizer
+USUAL_DELIMITER = " "  # between a question and an answer
 
 # Token ids of each choice. With c the context's ids and b the ids of choice i,
 # log P(choice i) = Σ_j log P(b[j] | c, b[0], …, b[j − 1]).
@@ -50,13 +51,19 @@ class Prompt:
     text: str
     shots: int
     endings: tuple[str, ...] = ()  # empty where letters follow
-    separator: str = " "  # between the text and an answer; in a chat none
+    separator: str = USUAL_DELIMITER  # between the text and an answer; in a chat none
     chat_template_sha256: str | None = None  # of the template's text; None where there is no chat
 
     @property
     def sha256(self) -> str:
-        """Digest of the UTF-8 text, and of the endings where there are any; kept in the record."""
-        return hashlib.sha256("\0".join([self.text, *self.endings]).encode()).hexdigest()
+        """Digest of the UTF-8 text, and of the endings where there are any; kept in the record.
+
+        A separator counts where it is not the usual one.
+        """
+        parts = [self.text, *self.endings]
+        if self.separator != USUAL_DELIMITER and self.chat_template_sha256 is None:
+            parts.append(self.separator)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -100,17 +107,19 @@ class ScoringMode(ABC):
         """
         header = cls.header(subject, chat is not None)
         strips = chat is not None and subject.strips_in_chat
-        examples = [
-            Exchange(cls.ask(example, strips), cls.answer(example))
-            for example in subject.examples[:shots]
-        ]
+        examples = []
+        for example in subject.examples[:shots]:
+            shown_question = cls.ask(example, strips)
+            delimiter = _delimiter_after(shown_question, subject)
+            examples.append(Exchange(shown_question, cls.answer(example), delimiter))
         asked = cls.ask(question, strips)
         endings = cls.endings(question)
         if chat is None:
             text = header
-            for example in examples:
-                text += f"{example.question} {example.answer}{PARAGRAPH}"
-            return Prompt(question, text + asked, shots, endings)
+            for shown in examples:
+                text += f"{shown.text}{PARAGRAPH}"
+            separator = _delimiter_after(asked, subject)
+            return Prompt(question, text + asked, shots, endings, separator)
         text = chat.prompt(header, examples, asked)
         return Prompt(
             question, text, shots, endings, separator="", chat_template_sha256=chat.sha256
@@ -262,11 +271,11 @@ class ContinuationScoring(ScoringMode):
         """The prompts' token ids, and those of each ending after them.
 
         As lm-evaluation-harness splits them: context and ending are tokenized together and parted
-        at the length of the context's own ids; spaces and newlines at the context's end go to the
-        ending, as those do with which a chat's template begins the answer. Where the context's
-        end and the ending's first characters make one token together, the model still reads the
-        context's own tokens, and these characters are neither read nor scored, there as here.
-        Letters refuse this.
+        where the context ends; spaces and newlines at the context's end go to the ending, as those
+        do with which a chat's template begins the answer. Where the context's end and an ending's
+        first characters make one token together, the context ends before that token, of all
+        endings: what is scored is that end and the ending. lm-evaluation-harness parts at the
+        length of the context's own ids there, so these characters are neither read nor scored.
         """
         texts = []
         for prompt in prompts:
@@ -276,9 +285,12 @@ class ContinuationScoring(ScoringMode):
         tokenized = []
         for prompt in prompts:
             context = next(token_ids)
+            whole = [next(token_ids) for _ in prompt.endings]
+            kept = min(_common_length(context, ids) for ids in whole)
+            context = context[:kept]
             branches = []
-            for ending in prompt.endings:
-                branch = tuple(next(token_ids)[len(context) :])
+            for ending, ids in zip(prompt.endings, whole, strict=True):
+                branch = tuple(ids[kept:])
                 if not branch:
                     raise InputError(
                         f"the tokenizer has no token for {ending!r} after {prompt.text[-12:]!r}"
@@ -313,6 +325,13 @@ def build(
 ) -> Prompt:
     """The plain prompt of a question behind its subject's first `shots` examples."""
     return SCORING_MODES[scoring].build(subject, question, shots)
+
+
+def _delimiter_after(text: str, subject: Subject) -> str:
+    """What stands between a question's text and the answer to it."""
+    if subject.delimiter is not None:
+        return subject.delimiter
+    return "" if text[-1:].isspace() else USUAL_DELIMITER
 
 
 def lettered(question: Question, text: str) -> str:

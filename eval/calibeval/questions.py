@@ -64,6 +64,8 @@ class Subject:
     questions: tuple[Question, ...]
     headers: Headers
     strips_in_chat: bool = False  # whether white space around questions is taken off in chats
+    # Between a question and an answer; None: a space, unless the question ends in white space.
+    delimiter: str | None = None
 
 
 class QuestionRow(BaseModel, strict=True):

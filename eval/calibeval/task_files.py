@@ -314,6 +314,10 @@ class TaskFile(_TemplatesInside):
     """By what texts' log-probabilities are divided."""
     shots: Annotated[int, Field(ge=0)] | None = None
     """Few-shot examples; 5, by continuation 0, unless given."""
+    delimiter: str | None = None
+    """What stands between a question and its answer, such as "" for Chinese: a space unless given,
+    and nothing where the question ends in white space. In a chat nothing precedes an answer that
+    is a turn."""
     strips_in_chat: bool = False
     """Whether a chat's questions lose white space around them, as lm-evaluation-harness's do."""
     letters: bool = True

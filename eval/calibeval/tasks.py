@@ -139,6 +139,7 @@ class _Reader:
                 questions=tuple(questions[name]),
                 headers=self._headers(variables),
                 strips_in_chat=self.task_file.strips_in_chat,
+                delimiter=self.task_file.delimiter,
             )
 
     def _refuse_options_without_use(self) -> None:

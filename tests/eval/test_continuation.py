@@ -121,6 +121,64 @@ def test_mmlu_asked_by_texts(mmlu):
     )
 
 
+@pytest.mark.parametrize(
+    ("keys", "context", "texts"),
+    [
+        ("", "light ", [" mass", " cells"]),  # two spaces were scored
+        ("", "light", [" mass", " cells"]),
+        ("delimiter: ''", "光:", ["质", "量"]),
+        ("delimiter: ' '", "light ", ["  mass", "  cells"]),  # lm-evaluation-harness's
+    ],
+)
+def test_what_stands_between_context_and_choice(score, tiny_model, tmp_path, keys, context, texts):
+    task = tmp_path / "task.yaml"
+    task.write_text(f"scoring: continuation\n{keys}\n")
+    row = {"question": "?", "choices": [text.strip() for text in texts], "answer": 0}
+    data = write_lines(tmp_path / "q.jsonl", [{**row, "context": context}])
+    (record,) = score("--task", task, "--data", data)
+    expected = [log_probability(tiny_model, context.rstrip(), text) for text in texts]
+    assert record["logprobs"] == pytest.approx(expected, abs=1e-4)
+    (subject,) = tasks.load(Task(task=str(task), data=str(data)))
+    # Which questions were asked alike is told by this digest.
+    with_space = Prompt(subject.questions[0], context, 0, subject.questions[0].endings)
+    scores_space = texts == [f"{context[5:]} mass", f"{context[5:]} cells"]
+    assert (record["prompt_sha256"] == with_space.sha256) == scores_space
+
+
+def test_the_delimiter_stands_in_examples_too(tmp_path):
+    task = tmp_path / "task.yaml"
+    task.write_text("delimiter: ''\nshots: 1\nheaders: {letters: ''}\n")
+    row = {"question": "光?", "choices": ["质", "量"], "answer": 1}
+    examples = write_lines(tmp_path / "e.jsonl", [{**row, "id": "e"}])
+    data = write_lines(tmp_path / "q.jsonl", [{**row, "question": "质?"}])
+    (subject,) = tasks.load(Task(task=str(task), data=str(data), examples=str(examples)))
+    letters = prompts.build(subject, subject.questions[0], 1)
+    assert letters.text.startswith("光?\nA. 质\nB. 量\nAnswer:B\n\n质?")
+    assert letters.separator == ""
+    texts = prompts.build(subject, subject.questions[0], 1, "continuation")
+    assert texts.text.startswith("Question: 光?\nAnswer:量\n\nQuestion: 质?")
+
+
+@pytest.mark.parametrize(
+    ("context", "separator", "endings"),
+    [
+        ("the li", "", ("ght", "tter", "x")),  # the context's end and a choice are one token
+        ("the light", "", ("s", " mass")),
+        ("the light", " ", ("mass", "cells")),
+        ("the light ", "", ("mass", "cells")),
+    ],
+)
+def test_all_of_a_choice_is_scored(tiny_model, context, separator, endings):
+    """The characters that were one token with the context's end were neither read nor scored."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    question = Question("id", "subject", "light", endings, 0, context, endings)
+    prompt = Prompt(question, context, 0, endings, separator)
+    (tokenized,) = ContinuationScoring(tokenizer).tokenize([prompt])
+    for ending, branch in zip(endings, tokenized.branches, strict=True):
+        whole = tokenizer(context + separator + ending)["input_ids"]
+        assert [*tokenized.context, *branch] == whole
+
+
 def test_spaces_at_the_contexts_end_go_to_the_choice(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     endings = ("mass", "cells")
