@@ -33,7 +33,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 
 from calibeval import records, task_files
-from calibeval.io import InputError, counted, json_lines, read_text, sha256
+from calibeval.io import InputError, counted, json_lines, read_text, reading, sha256
 from calibeval.questions import LETTERS
 from calibeval.records import RawRecord
 from calibeval.validation import checked
@@ -289,6 +289,11 @@ def _write(file: Path, target: _Target) -> None:
 def read_lm_eval(path: Path) -> Log:
     """A file of samples, in the data's order."""
     name = SAMPLES_NAME.fullmatch(path.name)
+    if name is None and _is_array(path):
+        raise InputError(
+            f"{path}: of lm-eval before 0.4.3: rename it to samples_<task>.jsonl, and the results "
+            "beside it to results.json"
+        )
     if name is None:
         raise InputError(
             f"{path}: expected a name like samples_<task>_<time>.jsonl of lm-eval, "
@@ -362,7 +367,7 @@ def _lines_of_first_filter(path: Path) -> list[tuple[str, RawRecord]]:
     the same questions.
     """
     by_filter: dict[str, list[tuple[str, RawRecord]]] = {}
-    for place, sample in json_lines(path):
+    for place, sample in _placed_samples(path):
         number = sample.get("doc_id")
         if type(number) is not int:
             raise InputError(f"{place}: doc_id is {number!r}, expected a whole number")
@@ -379,6 +384,28 @@ def _lines_of_first_filter(path: Path) -> list[tuple[str, RawRecord]]:
                 f"{len(others)}, of other questions; expected the same ones, so it is not whole"
             )
     return sorted(lines, key=lambda line: line[1]["doc_id"])
+
+
+def _placed_samples(path: Path) -> Iterator[tuple[str, RawRecord]]:
+    """The samples and their places: a line each, or one array of all before lm-eval 0.4.3."""
+    if not _is_array(path):
+        yield from json_lines(path)
+        return
+    try:
+        samples = json.loads(read_text(path))
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error})") from error
+    for number, sample in enumerate(samples, start=1):
+        place = f"{path}, item {number}"
+        if not isinstance(sample, dict):
+            kind = type(sample).__name__
+            raise InputError(f"{place}: expected a JSON object, found {kind}")
+        yield place, sample
+
+
+def _is_array(path: Path) -> bool:
+    with reading(path) as file:
+        return file.read(1) == "["
 
 
 def split_task(task: str) -> tuple[str, str]:
@@ -503,7 +530,10 @@ def _possible(logprobs: list[float]) -> list[float]:
 
 def _requests(sample: dict[str, Any]) -> list[tuple[str, str]]:
     """Context and text of each request of lm-evaluation-harness."""
-    return [(request["arg_0"], request["arg_1"]) for request in sample["arguments"].values()]
+    arguments = sample["arguments"]
+    if isinstance(arguments, list):  # before 0.4.3
+        return [(context, text) for context, text in arguments]
+    return [(request["arg_0"], request["arg_1"]) for request in arguments.values()]
 
 
 def _number_of_choices(requests: list[tuple[str, str]]) -> int:
@@ -580,6 +610,11 @@ def read_inspect(path: Path) -> Log:
         status = log.get("status")
     except (ValueError, AttributeError) as error:
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
+    if status is None and "configs" in log:
+        raise InputError(
+            f"{path}: lm-eval's results, which hold no answers; give samples_<task>_<time>.jsonl, "
+            "which `lm_eval --log_samples` writes beside them"
+        )
     # Before anything else of it, since the log of a run that has not ended may lack `samples`.
     if status != "success":
         raise InputError(f"{path}: status is {status!r}, expected 'success'; finish it first")

@@ -180,6 +180,50 @@ def test_bad_samples_are_named_by_line(tmp_path, refused, spoil, expected):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("layout", ["lines", "array"])
+def test_older_logs(tmp_path, run, layout):
+    """Of lm-eval before 0.4.3, which listed the arguments and wrote one JSON array."""
+    expected = tmp_path / "new.jsonl"
+    run("import", MMLU, "--out", expected)
+    samples = read_lines(MMLU)
+    for sample in samples:
+        sample["arguments"] = [[*request.values()] for request in sample["arguments"].values()]
+        del sample["filter"], sample["prompt_hash"], sample["doc_hash"], sample["target_hash"]
+        sample["filtered_resps"] = [[float(score), False] for score, _ in sample["filtered_resps"]]
+    path = tmp_path / "samples_mmlu_abstract_algebra.jsonl"
+    if layout == "array":
+        path.write_text(json.dumps(samples, indent=2))
+    else:
+        write_lines(path, samples)
+    run("import", path, "--out", tmp_path / "old.jsonl")
+    older = records.read(tmp_path / "old.jsonl")
+    newer = records.read(expected)
+    assert older.ids == newer.ids
+    assert (older.logprobs == newer.logprobs).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "pretrained__gpt2_mmlu_anatomy.jsonl",
+            "[]",
+            "of lm-eval before 0.4.3: rename it to samples_<task>.jsonl",
+        ),
+        ("samples_x.jsonl", '[{"doc_id": 0}, 1]', "item 2: expected a JSON object, found int"),
+        ("samples_x.jsonl", "[", "not JSON"),
+        ("results_2025.json", '{"results": {}, "configs": {}}', "give samples_<task>_<time>.jsonl"),
+    ],
+)
+def test_files_beside_lm_evals_samples(tmp_path, refused, name, content, expected):
+    path = tmp_path / name
+    path.write_text(content)
+    message = refused("import", path, "--out", tmp_path / "r.jsonl")
+    assert f"error: {path}" in message
+    assert expected in message
+    assert "inspect" not in message
+
+
 def test_bad_files(tmp_path, refused):
     command = ["import", "--out", tmp_path / "all.jsonl"]
     other_name = tmp_path / "r.jsonl"
