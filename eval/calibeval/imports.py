@@ -33,7 +33,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,6 +47,7 @@ from calibeval import records, task_files
 from calibeval.io import InputError, counted, json_lines, read_text, reading, sha256
 from calibeval.questions import LETTERS
 from calibeval.records import RawRecord
+from calibeval.task_files import Normaliser
 from calibeval.validation import checked
 
 SAMPLES_NAME = re.compile(r"samples_(?P<task>.+?)(?P<time>_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
@@ -482,10 +483,17 @@ def lm_eval_row(
         row["letter_mass"] = math.fsum(map(math.exp, logprobs))
         return row
     row["scoring"] = "continuation"
-    row["normalise"] = "characters" if "acc_norm" in sample else "sum"
+    row["normalise"] = _normaliser(sample)
     row["bytes"] = [len(text.encode()) for text in texts]
     row["characters"] = [len(text) for text in texts]
     return row
+
+
+def _normaliser(metrics: Mapping[str, Any]) -> Normaliser:
+    """By what texts' log-probabilities are divided, as the metrics that a log has say."""
+    if "acc_norm" in metrics:
+        return "characters"
+    return "bytes" if "acc_bytes" in metrics else "sum"
 
 
 def _lm_eval_label(
@@ -826,7 +834,7 @@ def lighteval_row(row: dict[str, Any], task: str) -> RawRecord:
         record["letter_mass"] = math.fsum(map(math.exp, logprobs))
         return record
     record["scoring"] = "continuation"
-    record["normalise"] = "characters" if "acc_norm" in row["metric"] else "sum"
+    record["normalise"] = _normaliser(row["metric"])
     record["bytes"] = [len(text.encode()) for text in texts]
     record["characters"] = [len(text) for text in texts]
     return record

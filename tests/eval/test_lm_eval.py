@@ -77,6 +77,25 @@ def test_texts_are_as_right_as_each_metric_says(hellaswag_file, metric):
     assert right.tolist() == [sample[metric] == 1 for sample in samples]
 
 
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        (["acc"], "sum"),
+        (["acc", "acc_bytes"], "bytes"),
+        (["acc_bytes"], "bytes"),
+        (["acc", "acc_norm", "acc_bytes"], "characters"),
+    ],
+)
+def test_the_logged_metrics_choose_the_normalization(tmp_path, run, metrics, expected):
+    samples = read_lines(HELLASWAG)
+    for sample in samples:
+        for metric in {*NORMALIZATION_OF_METRIC} - {*metrics}:
+            del sample[metric]
+    path = write_lines(tmp_path / HELLASWAG.name, samples)
+    run("import", path, "--out", tmp_path)
+    assert records.read(tmp_path / "hellaswag.jsonl").normalise == expected
+
+
 def test_texts_lengths_are_without_the_delimiter(hellaswag_file):
     samples = sorted(read_lines(HELLASWAG), key=lambda sample: sample["doc_id"])
     rows = read_lines(hellaswag_file)
