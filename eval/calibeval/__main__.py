@@ -196,8 +196,11 @@ def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
 
 def run_metrics(arguments: argparse.Namespace) -> None:
     """Recompute metrics from records."""
+    from calibeval import records
+
     for path in arguments.records:
         summary = summary_of_file(path, arguments.normalise, arguments.cluster)
+        records.warn_of_ties(path, summary["tied"], summary["questions"])
         if arguments.json:
             print_json(summary)
         else:
@@ -220,6 +223,7 @@ def summary_of_file(
         "scoring": evaluation.scoring,
         "cluster": evaluation.cluster,
         "questions": evaluation.questions,
+        "tied": evaluation.tied,
         "letter_mass": evaluation.letter_mass,
         "reliability": evaluation.reliability,
     }
@@ -272,6 +276,8 @@ def run_compare(arguments: argparse.Namespace) -> None:
     else:
         evaluation_a = evaluations.load(arguments.a, arguments.normalise, arguments.cluster)
         evaluation_b = evaluations.load(arguments.b, arguments.normalise, arguments.cluster)
+    for evaluation in (evaluation_a, evaluation_b):
+        records.warn_of_ties(evaluation.path, evaluation.tied, evaluation.questions)
     comparisons = api.compare(evaluation_a, evaluation_b, arguments.different_prompts)
     if arguments.json:
         print_json({"a": str(arguments.a), "b": str(arguments.b), "comparison": comparisons})

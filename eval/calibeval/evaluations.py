@@ -123,6 +123,7 @@ class Evaluation:
     subjects_sha256: str | None = None  # of each question's subject, in the order of the ids
     truncated_prompts: int = 0  # how many lost their beginning, to fit the model
     shown_shots: str | None = None  # as `Records` has it
+    tied: int = 0  # likewise
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -333,6 +334,7 @@ def measure(
         subjects_sha256=_json_digest(records.subjects.tolist()),
         truncated_prompts=records.truncated_prompts,
         shown_shots=records.shown_shots,
+        tied=records.tied,
     )
 
 

@@ -139,6 +139,7 @@ class _Target:
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each log, by its name
     left_out: Counter[str] = field(default_factory=Counter)  # by the reason, of `LEFT_OUT`
     tells_of_chats: bool = True  # whether all its logs do
+    tied: int = 0  # questions with several likeliest choices
 
 
 def convert(paths: list[Path], out: Path, epoch: int | None = None) -> dict[str, int]:
@@ -159,7 +160,7 @@ def convert(paths: list[Path], out: Path, epoch: int | None = None) -> dict[str,
             for logged in target.rows
         ]
         _refuse_unlike_records(placed_records, target)
-        records.joined(file, placed_records)  # refuses an id that is there twice
+        target.tied = records.joined(file, placed_records).tied  # refuses an id that is there twice
     for file, target in targets.items():
         _write(file, target)
     return {str(file): len(target.rows) for file, target in targets.items()}
@@ -280,6 +281,7 @@ def _write(file: Path, target: _Target) -> None:
     records.write(file, rows, about)
     scoring = first.get("scoring", "letters")
     normalise = first.get("normalise", "sum")
+    records.warn_of_ties(file, target.tied, len(rows))
     questions = counted(len(rows), "question")
     print(f"{file}: {questions}, {scoring} by {normalise}", file=sys.stderr)
 

@@ -124,6 +124,22 @@ class Records:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def tied(self) -> int:
+        """How many questions have several likeliest choices, of which the first is the answer."""
+        is_likeliest = self.logprobs == self.logprobs.max(1, keepdims=True)
+        return int((is_likeliest.sum(1) > 1).sum())
+
+
+def warn_of_ties(path: Path, tied: int, questions: int) -> None:
+    """Print how many questions are tied, if any is: the order of the choices decides these."""
+    if tied:
+        print(
+            f"warning: {path}: {tied} of {counted(questions, 'question')} have several likeliest "
+            "choices, of which the first counts as the answer",
+            file=sys.stderr,
+        )
+
 
 def sidecar(path: Path) -> Path:
     """Return where a record file's settings are."""

@@ -531,6 +531,7 @@ def print_summary(of: Records) -> None:
     sample = measures.Sample.observed(measures.scores_of_records(of, "choices"))
     texts = [f"{name} {measures.METRICS[name](sample)[0]:.4f}" for name in measures.SUMMARY]
     print(f"{counted(len(of), 'question')}: {', '.join(texts)}", file=sys.stderr)
+    records.warn_of_ties(of.path, of.tied, len(of))
     letter_mass = of.letter_mass.mean()  # of texts NaN, which is not below
     if letter_mass < stats.LOW_MASS:
         print(

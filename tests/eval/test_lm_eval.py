@@ -434,6 +434,16 @@ def test_questions_of_which_nothing_is_known_are_left_out(tmp_path, run, refused
     assert "none of 1 sample can be used: 1 sample whose choices all" in message
 
 
+def test_ties_are_counted(tmp_path, run):
+    samples = read_lines(MMLU)
+    samples[0].update(
+        filtered_resps=[["-2.0", "False"]] * 4, acc=float(samples[0]["target"] == "0")
+    )
+    path = write_lines(tmp_path / MMLU.name, samples)
+    printed = run("import", path, "--out", tmp_path / "out")
+    assert "1 of 6 questions have several likeliest choices" in printed.err
+
+
 def test_a_choice_of_probability_0(tmp_path, run):
     samples = read_lines(MMLU)
     wrong = next(place for place in range(4) if place != int(samples[0]["target"]))

@@ -1,5 +1,7 @@
 """Records as arrays: texts, and choices that are not there."""
 
+import json
+
 import numpy as np
 import pytest
 from made_records import LETTERS_RECORD, write_lines
@@ -42,3 +44,18 @@ def test_probabilities_that_cannot_be(tmp_path, changes, expected):
     file = write_lines(tmp_path / "r.jsonl", [LETTERS_RECORD | changes])
     with pytest.raises(InputError, match=expected):
         records.read(file)
+
+
+def test_ties_are_counted(tmp_path, run):
+    """Records of equal log-probabilities read an accuracy of 1, since the first choice counts."""
+    rows = []
+    for number in range(100):
+        row = {"id": str(number), "subject": "s", "label": 0, "logprobs": [-2.0, -2.0, -3.0]}
+        rows.append({**row, "logprobs": [-1.0, -2.0, -3.0]} if number < 40 else row)
+    file = write_lines(tmp_path / "r.jsonl", rows)
+    expected = "60 of 100 questions have several likeliest choices, of which the first counts"
+    assert f"warning: {file}: {expected}" in run("metrics", file).err
+    assert json.loads(run("metrics", file, "--json").out)["tied"] == 60
+    assert expected in run("compare", file, file).err
+    distinct = write_lines(tmp_path / "d.jsonl", rows[:40])
+    assert "likeliest" not in run("metrics", distinct).err
