@@ -22,12 +22,13 @@ The turns are those of lm-evaluation-harness's `--apply_chat_template`, byte for
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibeval.io import InputError, read_text
 from calibeval.request import FewShotForm, Task
@@ -41,6 +42,11 @@ PARAGRAPH = "\n\n"
 # Some templates write today's date into every prompt, which would make other prompts of the same
 # questions on another day. They get this one, which Llama 3.1's own has where it knows no date.
 DATE = datetime(2024, 7, 26)
+# Variables of a template, and arguments of transformers' method, that have a value here already.
+SET_HERE = (
+    *("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt"),
+    *("continue_final_message", "strftime_now", "return_dict", "return_tensors"),
+)
 # Show whether a template has a place for a text. No template has these words of its own.
 SYSTEM_PROBE = "systemprobe6b1f"
 USER_PROBE = "userprobe6b1f"
@@ -71,6 +77,7 @@ class ChatFormat:
     source: str  # of the template, for messages
     few_shot: FewShotForm
     system: str | None
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # values of its own variables
 
     @cached_property
     def sha256(self) -> str:
@@ -123,6 +130,7 @@ class ChatFormat:
             tokenize=False,
             add_generation_prompt=True,
             strftime_now=DATE.strftime,
+            **self.arguments,
         )
         return str(text)
 
@@ -149,12 +157,25 @@ def of_task(task: Task, tokenizer: "PreTrainedTokenizerBase") -> ChatFormat | No
         if not Path(task.chat_template).is_file():
             raise InputError(f"{source}: no such file; expected one in Jinja, or {OF_TOKENIZER!r}")
         template = read_text(task.chat_template)
-    chat = ChatFormat(tokenizer, template, source, task.few_shot or "turns", task.system)
+    arguments = task.chat_template_arguments or {}
+    _refuse_arguments_without_use(arguments, template, source)
+    few_shot = task.few_shot or "turns"
+    chat = ChatFormat(tokenizer, template, source, few_shot, task.system, arguments)
     if USER_PROBE not in chat.prompt("", [], USER_PROBE):
         raise InputError(f"{source}: leaves out the user's turn; expected a chat template in Jinja")
     if task.system and not chat.takes_system:
         raise InputError(f"{source}: has no place for a system text, so --system cannot be shown")
     return chat
+
+
+def _refuse_arguments_without_use(arguments: Mapping[str, Any], template: str, source: str) -> None:
+    for name in arguments:
+        if name in SET_HERE:
+            raise InputError(f"--chat-template-arguments {name}: is set by calibeval; leave it out")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise InputError(
+                f"{source}: has no variable {name!r}, which --chat-template-arguments sets"
+            )
 
 
 def as_paragraphs(first: str, second: str) -> str:

@@ -16,6 +16,7 @@ commas, which `request_from` in `calibeval.__main__` must split, as it does `sub
 What users of this module take of `calibeval.validation` is importable from here as well.
 """
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -77,6 +78,8 @@ class Task(Strict):
     """Chat template to ask with: `tokenizer` for the model's, or FILE.jinja; by default none."""
     few_shot: FewShotForm | None = None
     """Whether a chat's examples are turns of their own, or all in one turn; by default turns."""
+    chat_template_arguments: dict[str, bool | int | float | str] | None = None
+    """Values of a chat template's own variables, such as enable_thinking=False, between commas."""
     system: str | None = None
     """System text of a chat, before the task's own header; by default none."""
     language: str | None = None
@@ -101,6 +104,19 @@ class Task(Strict):
                     return {**values, "data": data}
         return values
 
+    @field_validator("chat_template_arguments", mode="before")
+    @classmethod
+    def _reads_typed_arguments(cls, arguments: Any) -> Any:
+        if not isinstance(arguments, str):
+            return arguments
+        values = {}
+        for part in arguments.split(","):
+            name, sign, value = part.partition("=")
+            if not sign or not name.strip():
+                raise ValueError("expected NAME=VALUE, such as enable_thinking=False")
+            values[name.strip()] = _typed_value(value.strip())
+        return values
+
     @field_validator("name")
     @classmethod
     def _is_a_file_name(cls, name: str | None) -> str | None:
@@ -110,7 +126,7 @@ class Task(Strict):
 
     @model_validator(mode="after")
     def _chat_options_are_of_a_chat(self) -> "Task":
-        for name in ("few_shot", "system"):
+        for name in ("few_shot", "chat_template_arguments", "system"):
             if getattr(self, name) is not None and self.chat_template is None:
                 raise ValueError(f"{name}: is for a chat; give chat_template as well")
         return self
@@ -119,6 +135,16 @@ class Task(Strict):
     def key(self) -> str:
         """The file name of its records, without .jsonl."""
         return self.name or Path(self.task).stem
+
+
+def _typed_value(text: str) -> Any:
+    """The truth value or number that a text of the command line spells; else the text."""
+    if text in ("True", "False"):
+        text = text.lower()
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class ResolvedTask(Task):

@@ -52,7 +52,7 @@ NEVER_COMPARED = (
 # Where all digests are the same, two values of one of SETTLED_BY_DIGESTS say the same: one task
 # file by two paths, or `turns` where that is the default. Where a digest differs or is not known,
 # they differ in earnest, and the message names them.
-SETTLED_BY_DIGESTS = ("task", "few_shot", "system", "language")
+SETTLED_BY_DIGESTS = ("task", "few_shot", "chat_template_arguments", "system", "language")
 # All that decides a record besides the weights and the engine; see `scoring._settings_of_items`.
 DIGESTS_AND_NORMALISER = (
     "normalise",

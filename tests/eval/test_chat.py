@@ -8,7 +8,7 @@ import pytest
 from made_records import read_lines
 from test_letters import piece_tokenizer
 
-from calibeval import chat, prompts, tasks
+from calibeval import chat, prompts, records, tasks
 from calibeval.io import InputError
 from calibeval.prompts import find_letters
 from calibeval.request import Task
@@ -69,6 +69,36 @@ def test_examples_in_one_turn(tokenizer, mmlu):
         f"<|system|>\n{header.replace('  ', ' ')}\n\n\n"
         f"<|user|>\n{example}\n\n{question}\n<|assistant|>\n"
     )
+
+
+THINKING = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("given", ["enable_thinking=False", {"enable_thinking": False}])
+def test_a_templates_own_variables(tokenizer, mmlu, tmp_path, given):
+    """Qwen 3 thinks before it answers unless its template is told otherwise."""
+    template = tmp_path / "thinking.jinja"
+    template.write_text(THINKING)
+    asked = {"chat_template": str(template)}
+    assert not prompt(tokenizer, mmlu, **asked).endswith("<think></think>")
+    asked["chat_template_arguments"] = given
+    assert prompt(tokenizer, mmlu, **asked).endswith("<think></think>")
+
+
+def test_a_templates_variables_are_in_the_sidecar(run, refused, command, chat_model, tmp_path):
+    template = tmp_path / "thinking.jinja"
+    template.write_text(THINKING)
+    chat_command = [*command, "--model", chat_model, "--limit", 2, "--chat-template", template]
+    run(*chat_command)
+    arguments = ["--chat-template-arguments", "enable_thinking=False"]
+    message = refused(*chat_command, *arguments)
+    assert "chat_template_arguments None (now {'enable_thinking': False})" in message
+    run(*chat_command, *arguments, "--out", tmp_path / "quiet.jsonl")
+    settings = records.meta(tmp_path / "quiet.jsonl")["settings"]
+    assert settings["chat_template_arguments"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize("expression", ["message.content + none", "1 / 0", "[][0].x", "none()"])
@@ -171,6 +201,22 @@ def test_a_template_without_system_texts(run, refused, command, chat_model, tmp_
     [
         (["--system", "x"], "error: --system: is for a chat; give chat_template as well"),
         (["--few-shot", "turns"], "error: --few-shot: is for a chat; give chat_template as well"),
+        (
+            ["--chat-template-arguments", "x=1"],
+            "error: --chat-template-arguments: is for a chat; give chat_template as well",
+        ),
+        (
+            ["--chat-template", "own.jinja", "--chat-template-arguments", "thinking"],
+            "-arguments thinking: expected NAME=VALUE, such as enable_thinking=False",
+        ),
+        (
+            ["--chat-template", "mine.jinja", "--chat-template-arguments", "enable_thinkin=False"],
+            "mine.jinja: has no variable 'enable_thinkin', which --chat-template-arguments sets",
+        ),
+        (
+            ["--chat-template", "mine.jinja", "--chat-template-arguments", "messages=1"],
+            "--chat-template-arguments messages: is set by calibeval",
+        ),
         (["--chat-template", "tokeniser"], "tokeniser: no such file; expected one in Jinja, or"),
         (["--chat-template", "tokenizer"], "has no chat template; give --chat-template FILE.jinja"),
         (["--chat-template", "bad.jinja"], "bad.jinja: this chat template cannot be filled"),
@@ -183,5 +229,6 @@ def test_refused(refused, command, tmp_path, monkeypatch, options, expected):
     monkeypatch.chdir(tmp_path)
     Path("bad.jinja").write_text("{% for %}")
     Path("empty.jinja").write_text("hello")
+    Path("mine.jinja").write_text("{{ messages[-1].content }}{{ enable_thinking }}")
     Path("own.jinja").write_text("You answer a question. A system text comes first.")
     assert expected in refused(*command, *options)
