@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calibeval import metrics as metrics
-    from calibeval.api import compare, reliability, summarize
+    from calibeval.api import compare, reliability, summarize, summarize_subjects
     from calibeval.callback import CalibrationCallback
     from calibeval.diagnosis import check
     from calibeval.scaling import temperature
@@ -26,6 +26,7 @@ __all__ = [
     "reliability",
     "score",
     "summarize",
+    "summarize_subjects",
     "temperature",
 ]
 
@@ -38,6 +39,7 @@ _MODULES = {
     "reliability": "calibeval.api",
     "score": "calibeval.scoring",
     "summarize": "calibeval.api",
+    "summarize_subjects": "calibeval.api",
     "temperature": "calibeval.scaling",
 }
 

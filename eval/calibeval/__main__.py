@@ -22,6 +22,7 @@ from calibeval.task_files import default_data, is_task_name
 from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_file
 
 if TYPE_CHECKING:
+    from calibeval.api import SubjectSummary
     from calibeval.evaluations import Cluster
 
 RECORDS = "RECORDS.jsonl"
@@ -191,16 +192,21 @@ def run_import(arguments: argparse.Namespace) -> None:
 
 def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
     grammar.add_argument("records", nargs="+", type=Path, metavar=RECORDS)
+    grammar.add_argument(
+        "--subjects", action="store_true", help="each subject's figures too, and their means"
+    )
     add_cluster(grammar)
 
 
 def run_metrics(arguments: argparse.Namespace) -> None:
     """Recompute metrics from records."""
-    from calibeval import records
+    from calibeval import api, records
 
     for path in arguments.records:
         summary = summary_of_file(path, arguments.normalise, arguments.cluster)
         records.warn_of_ties(path, summary["tied"], summary["questions"])
+        if arguments.subjects:
+            summary["by_subject"] = api.summarize_subjects(path, arguments.normalise)
         if arguments.json:
             print_json(summary)
         else:
@@ -246,6 +252,20 @@ def print_metrics(path: Path, summary: dict[str, Any]) -> None:
     print(f"[low, high]: 95 % intervals {summary['intervals']}")
     if summary["cluster"] is not None:
         print("floor and p: of answers simulated question by question, without --cluster")
+    if "by_subject" in summary:
+        print_subjects(summary["by_subject"])
+
+
+def print_subjects(by_subject: "SubjectSummary") -> None:
+    """Print a line a subject, and their means."""
+    import pandas as pd
+
+    table = pd.DataFrame(by_subject["subjects"]).T
+    questions = table.pop("questions").astype(int).astype(str)
+    table.loc["mean of subjects"] = by_subject["macro"]
+    table = table.map("{:.4f}".format)
+    table.insert(0, "questions", questions)
+    print(table.fillna("").rename_axis(columns="among the choices").to_string())
 
 
 # --- compare ---

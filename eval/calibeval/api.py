@@ -1,18 +1,20 @@
-"""What records say, from Python: `summarize`, `compare` and `reliability`.
+"""What records say, from Python: `summarize`, `summarize_subjects`, `compare` and `reliability`.
 
 Each takes records as `calibeval.score` returns them, a file of records, or an `Evaluation`, which
 is what `calibeval.evaluations` has computed of one. `calibeval` itself exports these functions.
 """
 
 from pathlib import Path
+from statistics import fmean
 
 from typing_extensions import TypedDict
 
-from calibeval import evaluations, stats
+from calibeval import evaluations, measures, stats
+from calibeval import records as record_files
 from calibeval.comparable import COMMON_REMEDY, same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import Cluster, Evaluation
 from calibeval.io import InputError
-from calibeval.measures import ConfidenceDefinition
+from calibeval.measures import ConfidenceDefinition, Sample, Scores
 from calibeval.records import Records
 from calibeval.stats import Estimate
 
@@ -67,6 +69,40 @@ def summarize(
             metric: stats.estimate([evaluation], metric, among) for metric in evaluation.metrics
         }
     return estimates
+
+
+class SubjectSummary(TypedDict):
+    """The figures of each subject, and their means over the subjects."""
+
+    subjects: dict[str, dict[str, float]]  # {subject: {"questions": N, metric: value}}
+    macro: dict[str, float]
+
+
+def summarize_subjects(records: RecordsLike, normalise: str | None = None) -> SubjectSummary:
+    """The metrics that are means over questions, among the choices, by subject.
+
+    Other calibration errors of a subject's few questions would be mostly noise. Every subject
+    counts alike in `macro`; in `summarize` every question does. `normalise` is as of `records.read`
+    for a file.
+    """
+    if isinstance(records, Evaluation):
+        records = record_files.read(records.path, normalise or records.normalise)
+    elif not isinstance(records, Records):
+        records = record_files.read(Path(records), normalise)
+    scores = measures.scores_of_records(records, "choices")
+    by_subject: dict[str, dict[str, float]] = {}
+    for subject in sorted(set(records.subjects)):
+        own = records.subjects == subject
+        sample = Sample.observed(Scores(scores.logprobs[own], scores.labels[own]))
+        by_subject[subject] = {"questions": int(own.sum())}
+        for name, metric in measures.METRICS.items():
+            if metric.is_mean:
+                by_subject[subject][name] = float(metric(sample)[0])
+    macro: dict[str, float] = {}
+    for name in next(iter(by_subject.values())):
+        if name != "questions":
+            macro[name] = fmean(values[name] for values in by_subject.values())
+    return {"subjects": by_subject, "macro": macro}
 
 
 def compare(

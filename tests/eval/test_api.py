@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from made_records import read_lines
+from made_records import read_lines, write_lines, write_records
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
@@ -326,3 +326,31 @@ def test_fields_of_an_estimate_are_there_by_their_former_names_with_a_warning(fo
     with pytest.warns(FutureWarning, match=f"Estimate.{former} is Estimate.{name} now") as caught:
         assert getattr(estimate, former) == 0.25
     assert caught[0].filename == __file__
+
+
+def test_figures_by_subject(tmp_path, run):
+    """A subject of few questions counts as much as one of many in the mean over subjects."""
+    rows = read_lines(write_records(tmp_path / "all.jsonl", n=60))
+    for number, row in enumerate(rows):
+        row["subject"] = "few" if number < 10 else "many"
+    file = write_lines(tmp_path / "r.jsonl", rows)
+    found = calibeval.summarize_subjects(file)
+    expected = {
+        "few": calibeval.summarize(write_lines(tmp_path / "few.jsonl", rows[:10])),
+        "many": calibeval.summarize(write_lines(tmp_path / "many.jsonl", rows[10:])),
+    }
+    for subject, number in (("few", 10), ("many", 50)):
+        values = found["subjects"][subject]
+        assert values["questions"] == number
+        assert list(values) == ["questions", "accuracy", "nll", "brier", "ece_signed"]
+        for metric in list(values)[1:]:
+            assert values[metric] == pytest.approx(expected[subject]["choices"][metric].value)
+    few, many = (found["subjects"][subject]["accuracy"] for subject in ("few", "many"))
+    assert found["macro"]["accuracy"] == pytest.approx((few + many) / 2)
+    assert few != many
+    printed = run("metrics", file, "--subjects").out
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert any(line.startswith(f"few 10 {few:.4f} ") for line in lines)
+    assert any(line.startswith(f"mean of subjects {(few + many) / 2:.4f} ") for line in lines)
+    as_json = json.loads(run("metrics", file, "--subjects", "--json").out)
+    assert as_json["by_subject"] == found
