@@ -720,6 +720,12 @@ def _letters_where_answered(
             logprobs.append(min(math.log(sum(probabilities)), 0.0))
         else:
             logprobs.append(least)
+    total = sum(map(math.exp, logprobs))
+    if total > records.MOST_PROBABILITY:
+        raise ValueError(
+            f"its letters sum to {total:.3g}, since those beyond the top {len(top)} tokens get the "
+            "least of these; run `inspect eval` with --top-logprobs 20"
+        )
     return logprobs
 
 

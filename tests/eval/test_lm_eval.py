@@ -846,6 +846,10 @@ NO_TOP_LOGPROBS["output"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"
         (SAID_TO_BE_SHUFFLED, "shuffle them by the data set's `shuffle_choices`"),
         (WITHOUT_LOGPROBS, "no top log-probabilities; run `inspect eval` with --logprobs"),
         (NO_TOP_LOGPROBS, "no top log-probabilities; run `inspect eval` with --logprobs"),
+        (
+            inspect_sample(1, "A", "A", top={"A": [("A", -0.5), ("B", -1.0)]}),
+            "letters sum to 1.34, since those beyond the top 2 tokens",
+        ),
         (inspect_sample(1, "A", "ANSWER: A"), "'A' is part of the token 'ANSWER: A'"),
     ],
 )
