@@ -115,7 +115,9 @@ def same_prompts(
         second = conditions_of_b[name]
         if first is not None and second is not None and first != second:
             if name == "prompts" and a.shown_shots != b.shown_shots:
-                name, first, second = "examples that fit", a.shown_shots, b.shown_shots
+                name = "examples that fit"
+                first = a.shown_shots
+                second = b.shown_shots
             raise InputError(
                 f"{a.path} and {b.path}: the same questions, asked with {name} {first!r} and "
                 f"{second!r}, so a difference is not the models' alone; {remedy}"
