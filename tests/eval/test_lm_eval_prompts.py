@@ -300,7 +300,7 @@ def labeled_choices(number: int, count: int) -> dict[str, list[str]]:
 def openbookqa_row(number: int) -> dict[str, Any]:
     return {
         "id": f"7-{number}",
-        "question_stem": f"The sun {number}",
+        "question_stem": f"The sun {number}" + " " * (number % 2),  # as some rows end
         "choices": labeled_choices(number, 4),
         "answerKey": "ABCD"[number % 4],
     }
