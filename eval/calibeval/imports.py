@@ -733,12 +733,14 @@ def _answer_place(reply: str, letters: str, answers: list[Any]) -> int:
     """Where the letter of the answer stands in a reply.
 
     As `choice` of Inspect finds it: in the last line that is nothing but `ANSWER: LETTER`, else
-    behind the last `ANSWER:`. Where another scorer took a letter, or none, it is the only one that
-    stands by itself, and `LeftOut` is raised where there are several.
+    behind the last `ANSWER:`. In a reply without one, which another scorer has read, it is the only
+    letter that stands by itself, and `LeftOut` is raised where there are several.
     """
     scored = {answer.upper() for answer in answers if isinstance(answer, str)} & set(letters)
     found: list[str] = []
     for pattern in (ANSWER_LINE, ANSWER, LONE_LETTER):
+        if pattern is LONE_LETTER and found:
+            break
         places = []
         for match in pattern.finditer(reply):
             letter = match["letter"].upper()

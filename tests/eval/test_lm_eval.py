@@ -818,6 +818,10 @@ def test_a_letter_at_the_beginning_of_a_word_is_none(tmp_path, refused, write_lo
 
 
 SHUFFLED = {**inspect_sample(1, "A", " B"), "scores": {"choice": {"answer": "C"}}}
+SHUFFLED_AND_EXPLAINED = {
+    **inspect_sample(1, "A", "ANSWER", ":", " B", "\n", "not", " C"),
+    "scores": {"choice": {"answer": "C"}},
+}
 # The letter's probability is known, and it is that of another choice than the target's.
 SAID_TO_BE_SHUFFLED = {
     **inspect_sample(1, "A", " B"),
@@ -843,6 +847,7 @@ NO_TOP_LOGPROBS["output"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"
         (inspect_sample(1, "A"), "no top log-probabilities"),
         ({**inspect_sample(1, "A"), "choices": None}, "sample 1: TypeError"),
         (SHUFFLED, "answers B, C by its score: were the choices shuffled?"),
+        (SHUFFLED_AND_EXPLAINED, "answers B, C by its score: were the choices shuffled?"),
         (SAID_TO_BE_SHUFFLED, "shuffle them by the data set's `shuffle_choices`"),
         (WITHOUT_LOGPROBS, "no top log-probabilities; run `inspect eval` with --logprobs"),
         (NO_TOP_LOGPROBS, "no top log-probabilities; run `inspect eval` with --logprobs"),
