@@ -18,7 +18,7 @@ from calibeval.tasks import HUB, load
 from sweeps.launch import assets, local
 from sweeps.launch.hub_cache import use_cache
 from sweeps.runs import scoring
-from sweeps.runs.backend import BACKENDS, load_backend, trains_on_several_nodes
+from sweeps.runs.backend import load_backend, trains_on_several_nodes
 from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command, run_or_empty
@@ -27,7 +27,6 @@ from sweeps.runs.schema import Cluster, load_cluster, one_line
 from sweeps.runs.yaml_io import expand
 
 PACKAGES_OF_JOBS = ("pydantic", "submitit", "yaml")  # as sweeps.sh asks for them
-PACKAGES_OF_TRAINERS = ("accelerate", "datasets", "torch", "transformers")  # the built-in ones
 READ_CONVERSATIONS = 100_000  # of a training file, of which the format is checked
 
 
@@ -107,10 +106,7 @@ def _profiles_interpreter(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
     if problem is not None:
         yield f"{plan.sweep.cluster}: python: {words[0]}: {problem}"
     elif len(words) == 1:  # more are a container's, which may not run on a login node
-        names = {*PACKAGES_OF_JOBS, *_packages(plan)}
-        if plan.sweep.backend in BACKENDS:
-            names.update(PACKAGES_OF_TRAINERS)
-        absent = _absent_packages(words[0], sorted(names))
+        absent = _absent_packages(words[0], sorted({*PACKAGES_OF_JOBS, *_packages(plan)}))
         if absent:
             lack = f"lacks packages that runs need: {' '.join(absent)}"
             yield f"{plan.sweep.cluster}: python: {cluster.python}: {lack}"

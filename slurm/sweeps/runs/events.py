@@ -38,7 +38,7 @@ class EventKind(Enum):
     """What happened; the value is the name in the file."""
 
     # A launch has asked for the run: it is about to hand it to sbatch, or to a worker on this
-    # machine. The name in the file is from when there was Slurm alone, and stays for older files.
+    # machine.
     LAUNCHED = "queued"
     BEGAN = "began"  # an attempt has begun: one program, started for one stage
     ENDED = "ended"  # an attempt has ended, or sbatch did not take the run
@@ -90,7 +90,7 @@ class Event:
         """
         if self.kind is not EventKind.LAUNCHED:
             return None
-        return self.details.get("tag", self.details.get("job"))  # `job` in earlier versions
+        return self.details.get("tag")
 
 
 def read_events(file: Path) -> list[Event]:

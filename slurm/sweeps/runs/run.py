@@ -25,7 +25,6 @@ import hashlib
 import json
 import re
 import socket
-import warnings
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
@@ -33,10 +32,10 @@ from typing import Any
 
 from calibeval.io import InputError, sha256, write_text
 from calibeval.request import Strict
-from sweeps.runs.backend import load_backend
+from sweeps.runs.backend_modules import import_backend
 from sweeps.runs.events import Event, EventKind, append_event, read_events
 from sweeps.runs.processes import job_label, run_or_empty
-from sweeps.runs.schema import Keep, Score, World, compatible_values
+from sweeps.runs.schema import Keep, Score, World
 from sweeps.runs.yaml_io import build, dump_yaml, read_yaml
 
 # The packages whose versions are noted when an attempt begins.
@@ -46,15 +45,12 @@ NOTED_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets
 class RunConfig(Strict):
     """config.yaml: what decides a run's weights, and so its name, and what is done with them.
 
-    A key that is added here has a default and is marked as `added_later`: see
-    `sweeps.runs.schema.compatible_values`. The `train:` keys of a run are to be had in five forms:
+    The `train:` keys of a run are to be had in four forms:
 
-    `train`                        as they are hashed: without the options that were added later and
-                                   have their default
+    `train`                        as they are hashed, with all defaults
     `train_options`                as the backend's own model
-    `train_values()`               with all defaults, for tables
     `SweepPlan.typed_train_keys`   with paths as they were typed, to tell folders from hub names
-    `results.settings.settings`    `train_values()`, the backend, the world and the hashes of files
+    `results.settings.settings`    `train`, the backend, the world and the hashes of files
     """
 
     backend: str | None  # None: see `is_baseline`
@@ -73,15 +69,13 @@ class RunConfig(Strict):
     def digest(self) -> str:
         """The SHA-256 of all that decides the weights.
 
-        A key that is added to `decisive` gives all runs other names, and they are trained again. So
-        add one only where its value is not its default. `train` and `world` have seen to that for
-        keys of their own, if these are marked as `added_later`.
+        A key that is added here, to `World` or to a backend's options gives all runs other names,
+        and they are trained again.
         """
-        decisive = {
-            "backend": self.backend,
-            "train": self.train,
-            "world": compatible_values(self.world),
-        }
+        world = self.world.model_dump()
+        if self.world.nodes == 1:
+            del world["nodes"]  # so that recorded runs keep the names that they had without the key
+        decisive = {"backend": self.backend, "train": self.train, "world": world}
         canonical = json.dumps(decisive, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -89,20 +83,7 @@ class RunConfig(Strict):
     def train_options(self) -> Any:
         """The `train:` keys as the backend's own model, its `Train`."""
         assert self.backend is not None  # a model before fine-tuning has no options
-        return load_backend(self.backend).Train.model_validate(self.train)
-
-    def train_values(self) -> dict[str, Any]:
-        """All `train:` keys with their values, for tables.
-
-        Options that were added later and have their default are not in `train`. Where the backend
-        is absent, or its present version does not take these keys, they are missing here too.
-        """
-        values = dict(self.train)
-        if not self.is_baseline:
-            with contextlib.suppress(InputError, ValueError):
-                for key, value in self.train_options.model_dump().items():
-                    values.setdefault(key, value)
-        return values
+        return import_backend(self.backend).Train.model_validate(self.train)
 
     @cached_property
     def name(self) -> str:
@@ -149,12 +130,6 @@ class Run:
         self.lock_file = path / ".lock"
 
     @property
-    def stop(self) -> Path:
-        """The earlier name of `stop_file`, for backends that were written for it."""
-        warnings.warn("run.stop is called run.stop_file", FutureWarning, stacklevel=2)
-        return self.stop_file
-
-    @property
     def done(self) -> bool:
         """Whether the file DONE is there, which says that at one time nothing was left to do.
 
@@ -174,16 +149,8 @@ class Run:
         return self.done or self.model.is_dir() or self.config().is_baseline
 
     def create(self) -> None:
-        """Make the folder with its config.yaml, or write anew what is asked of the run.
-
-        A config.yaml that says the same stays as it is. The job of an earlier launch may still read
-        it by older code, which refuses the keys that came later.
-        """
-        values = compatible_values(self.config(), mode="json")
-        with contextlib.suppress(InputError):  # there is none, or none that this code can read
-            if compatible_values(self._read_config(), mode="json") == values:
-                return
-        write_text(self.config_file, dump_yaml(values))
+        """Make the folder with its config.yaml, or write anew what is asked of the run."""
+        write_text(self.config_file, dump_yaml(self.config().model_dump(mode="json")))
 
     def config(self) -> RunConfig:
         """The resolved config, read once; raises InputError if it was edited or is not there."""

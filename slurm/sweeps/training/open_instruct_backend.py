@@ -25,7 +25,7 @@ from sweeps.runs.run import Run
 from sweeps.runs.schema import World, option
 from sweeps.runs.stages import Outcome
 from sweeps.training import starting_ranks
-from sweeps.training.options import CommonOptions
+from sweeps.training.options import PACKAGES, CommonOptions
 
 CHECKOUT_VARIABLE = "OPEN_INSTRUCT_DIR"  # the environment variable that names the checkout
 environment_variables = (CHECKOUT_VARIABLE,)  # Jobs need it of the submitting shell.
@@ -79,7 +79,7 @@ Train = OpenInstructOptions  # what every backend calls its options
 
 def packages(train_options: OpenInstructOptions, world: World) -> list[str]:
     """Modules that a run imports beyond those that every run does."""
-    needed = ["smoothed_open_instruct", *MODULES]
+    needed = ["smoothed_open_instruct", *PACKAGES, *MODULES]
     if train_options.attn_implementation is None:
         uses_flash_attn = train_options.use_flash_attn
     else:
