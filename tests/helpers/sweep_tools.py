@@ -24,6 +24,9 @@ from sweeps.runs.run import Run
 T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parents[2]
+# The words of `backend: command` for a script that knows nothing of sweeps.
+TOY_SCRIPT = PROJECT / "tests" / "slurm" / "toy" / "script.py"
+TOY_COMMAND = ["python", str(TOY_SCRIPT), "--beta={beta}", "--seed", "{seed}", "--out={run_dir}"]
 CLUSTER = PROJECT / "tests" / "slurm" / "cluster.sh"
 MARKS = [
     pytest.mark.slurm,

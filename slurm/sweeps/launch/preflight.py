@@ -287,10 +287,10 @@ def _models(train_keys: dict[str, Any]) -> Iterator[str]:
     for kind_key, kind in assets.KIND_OF_KEY.items():
         # Without a tokenizer of its own, its files are looked for in the model's folder.
         key = kind_key if train_keys.get(kind_key) else "model_name_or_path"
-        name = train_keys[key]
-        folder = Path(name)
-        if assets.on_hub(name):
+        name = train_keys.get(key)
+        if name is None or assets.on_hub(name):  # a command may name no model
             continue
+        folder = Path(name)
         try:
             if assets.whole(folder, kind):
                 continue

@@ -28,7 +28,7 @@ class Choice:
     """The best learning rate among runs that are alike in all settings but rate and seed."""
 
     group: dict[str, Any]  # the settings that the runs have in common, by the names of columns
-    learning_rate: float
+    learning_rate: float | None  # None where no option is called so
     compared_rates: int  # among how many learning rates it is the best
     runs: list[Run]  # those at the best rate, one for each seed
     figures: dict[str, float]  # on the validation data, means over the seeds
@@ -68,7 +68,7 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
     """
     # What the runs of a group have in common, in the order of the columns.
     keys = [*SHOWN_WITHOUT_RATE_AND_SEED, *varied_settings(runs)]
-    groups: dict[tuple, dict[float, _RunsAtRate]] = {}
+    groups: dict[tuple, dict[float | None, _RunsAtRate]] = {}
     for run in runs:
         if run.config().is_baseline:
             continue
@@ -78,7 +78,7 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
         settings_of_run = settings(run)
         group = tuple(settings_of_run.get(key) for key in keys)
         runs_at_rates = groups.setdefault(group, {})
-        at_rate = runs_at_rates.setdefault(settings_of_run["learning_rate"], _RunsAtRate())
+        at_rate = runs_at_rates.setdefault(settings_of_run.get("learning_rate"), _RunsAtRate())
         at_rate.runs.append(run)
         at_rate.figures.append(figures)
     names = [COLUMN_NAMES.get(key, key) for key in keys]
@@ -89,11 +89,11 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
 
 
 def _choose(
-    select_on: str, group: dict[str, Any], runs_at_rates: dict[float, _RunsAtRate]
+    select_on: str, group: dict[str, Any], runs_at_rates: dict[float | None, _RunsAtRate]
 ) -> Choice:
     means = {learning_rate: at_rate.means() for learning_rate, at_rate in runs_at_rates.items()}
 
-    def rank(learning_rate: float) -> tuple[float, ...]:
+    def rank(learning_rate: float | None) -> tuple[float, ...]:
         """The lower, the better."""
         figures = means[learning_rate]
         if select_on == HELD_OUT_LOSS:

@@ -11,7 +11,8 @@ stop              asks the trainer to save and to leave, while it exists. Made b
 train.log         what the trainer printed; score.log likewise
 metrics.jsonl     the trainer's progress
 checkpoints/      gone once the run is done
-model/            the final model, which appears whole
+model/            the final model, which appears whole; or, while UNFINISHED is there, what backend
+                  command's script has written of it
 scores/           <task>.jsonl, records by calibeval
 DONE              made once all is there that was asked for, and removed by a launch that asks for
                   more. Before it is made, checkpoints/ is deleted (a file system may leave some);
@@ -40,6 +41,9 @@ from sweeps.runs.yaml_io import build, dump_yaml, read_yaml
 
 # The packages whose versions are noted when an attempt begins.
 NOTED_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed")
+
+# The options that stand in the name of a run's folder, where it has them, and what is before each.
+NAME_PREFIXES = {"learning_rate": "lr", "label_smoothing": "beta", "seed": "seed"}
 
 
 class RunConfig(Strict):
@@ -88,13 +92,17 @@ class RunConfig(Strict):
     @cached_property
     def name(self) -> str:
         """The name of the run's folder: a readable prefix, and the beginning of the digest."""
-        model = PurePath(self.train["model_name_or_path"]).name
-        model = re.sub(r"[^A-Za-z0-9._-]", "-", model) or "model"
+        model = PurePath(self.train.get("model_name_or_path", "")).name
+        parts = [re.sub(r"[^A-Za-z0-9._-]", "-", model) or "model"]
         if self.is_baseline:
-            readable = "base"
-        else:
-            readable = "lr{learning_rate:g}-beta{label_smoothing:g}-seed{seed}".format(**self.train)
-        return f"{model}-{readable}-{self.digest[:8]}"
+            parts.append("base")
+        for key, prefix in NAME_PREFIXES.items():
+            value = self.train.get(key)
+            if isinstance(value, float):
+                parts.append(f"{prefix}{value:g}")
+            elif isinstance(value, int):
+                parts.append(f"{prefix}{value}")
+        return "-".join([*parts, self.digest[:8]])
 
 
 class Run:
@@ -124,6 +132,7 @@ class Run:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        self.unfinished_file = path / "UNFINISHED"
         self.scores = path / "scores"
         self.done_file = path / "DONE"
         self.stop_file = path / "stop"
@@ -142,11 +151,13 @@ class Run:
     def trained(self) -> bool:
         """Whether no training is left to do.
 
-        The final model is there, which trainers put there by a rename; or it was there, and has
+        The final model is there, which trainers put there by a rename, and a command of the user's
+        own writes while the file UNFINISHED is beside it; or it was there, and has
         been deleted since (`keep: scores`), which happens only once the file DONE is there; or the
         run is a model before fine-tuning.
         """
-        return self.done or self.model.is_dir() or self.config().is_baseline
+        has_model = self.model.is_dir() and not self.unfinished_file.exists()
+        return self.done or has_model or self.config().is_baseline
 
     def create(self) -> None:
         """Make the folder with its config.yaml, or write anew what is asked of the run."""
@@ -188,10 +199,12 @@ class Run:
         return [self.last_saved_step(), record_bytes, names]
 
     def _checkpoints(self) -> list[tuple[str, str]]:
-        """The kind and the number of each checkpoint, such as step and 40 of step-40."""
-        matches = [
-            re.fullmatch(r"(\w+)[-_](\d+)", path.name) for path in self.checkpoints.glob("*")
-        ]
+        """The kind and the number of each checkpoint, such as step and 40 of step-40.
+
+        A command of the user's own may write them beside its model, as transformers' Trainer does.
+        """
+        paths = [*self.checkpoints.glob("*"), *self.model.glob("*")]
+        matches = [re.fullmatch(r"(\w+)[-_](\d+)", path.name) for path in paths]
         return [(match[1], match[2]) for match in matches if match]
 
     def events(self) -> list[Event]:
@@ -223,8 +236,10 @@ class Run:
     def _file_hashes(self) -> dict[str, str]:
         """The hash of each file that the config names, which may change between runs."""
         config = self.config()
+        values = [*config.train.values(), *config.world.model_dump().values()]
+        values += config.train.get("command", [])  # of which a word may be a script
         hashes = {}
-        for value in (*config.train.values(), *config.world.model_dump().values()):
+        for value in values:
             with contextlib.suppress(InputError, TypeError):  # the value names no file
                 hashes[value] = sha256(Path(value))[:8]
         return hashes

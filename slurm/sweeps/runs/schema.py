@@ -308,8 +308,8 @@ class Sweep(Strict):
     )
     backend: str = option(
         "trainer",
-        "What trains the runs: `trainer` (this project's), `open-instruct`, or the name of a "
-        "Python module of your own.",
+        "What trains the runs: `trainer` (this project's), `open-instruct`, `command` (a script of "
+        "your own), or the name of a Python module of your own.",
     )
     train: dict[str, Any] = option(
         ..., "Training options that all runs share; the keys are the backend's, listed below."

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 BACKENDS = {
     "trainer": "sweeps.training.hf_backend",
     "open-instruct": "sweeps.training.open_instruct_backend",
+    "command": "sweeps.training.command_backend",
 }
 
 if TYPE_CHECKING:
     from sweeps.runs.backend import Backend
-    from sweeps.training import hf_backend, open_instruct_backend
+    from sweeps.training import command_backend, hf_backend, open_instruct_backend
 
     _trainer: Backend[hf_backend.Train] = hf_backend
     _open_instruct: Backend[open_instruct_backend.Train] = open_instruct_backend
+    _command: Backend[command_backend.Train] = command_backend
