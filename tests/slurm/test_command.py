@@ -48,6 +48,9 @@ def test_any_keys_are_swept_and_each_run_is_done(command_file):
 
 
 KEYS = {"beta": [0.1], "seed": [1]}
+TABLES = {"model_name_or_path": ["m"], "label_smoothing": [0.1]}
+SMOOTHING = "train.label_smoothing"
+SCORE = {"tasks": [{"task": "mmlu", "data": "x"}]}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,18 @@ KEYS = {"beta": [0.1], "seed": [1]}
         ({"words": ["python", "{beta}", "{seed}"]}, "train.command", "{run_dir}/model"),
         ({"words": []}, "train.command", "at least 1 item"),
         ({"words": ["python", ["x"], *TOY_COMMAND[1:]]}, "train.command.1", "string"),
-        ({"score": {"tasks": [{"task": "mmlu", "data": "x"}]}}, "train.model_name_or_path", "null"),
+        ({"score": SCORE}, "train.model_name_or_path", "the model before fine-tuning"),
+        ({"score": SCORE, "grid": {**KEYS, **TABLES, "label_smoothing": ["0"]}}, SMOOTHING, "to 1"),
+        ({"score": SCORE, "grid": {**KEYS, **TABLES, "seed": ["a"]}}, "train.seed", "whole"),
+        (
+            {
+                "words": [*TOY_COMMAND, "{dataset}"],
+                "score": SCORE,
+                "grid": {**KEYS, **TABLES, "dataset": [1]},
+            },
+            "train.dataset",
+            "my_dataset",
+        ),
     ],
 )
 def test_what_a_command_has_wrong_is_named_with_its_key(command_file, changes, key, words):
@@ -90,7 +104,7 @@ def test_runs_that_fail_are_named_with_their_logs(command_file):
     ends = {
         "3": "exit 3: ValueError: the data make no sense",
         "2": "exit 2: ValueError: the data make no sense",
-        "nothing": "exit 2: error: the command has ended well, and left no folder ",
+        "nothing": "exit 2: error: the command has ended well, and left nothing in ",
     }
     path = command_file([*TOY_COMMAND, "--end={end}"], {**KEYS, "end": list(ends)}, workers=3)
     printed = launch(path, "--executor", "local", code=1)

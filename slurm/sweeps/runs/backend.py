@@ -39,9 +39,9 @@ class Backend(Protocol[Options]):
 
         Its `model_dump()` holds values of JSON only, and gives equal options when it is validated
         again: it is written to the run's config.yaml, and the name of the run's folder is made of
-        its hash. It has `model_name_or_path`, `learning_rate`, `label_smoothing` and `seed`, of
-        which the readable part of that name is made. Where an option is added, all runs get new
-        names.
+        its hash, after what it has of `model_name_or_path`, `learning_rate`, `label_smoothing` and
+        `seed`. Tables of scores need the first and the third. Where an option is added, all runs
+        get new names.
 
         These keys mean the same in every backend that has them; it need have none:
 
@@ -75,8 +75,9 @@ class Backend(Protocol[Options]):
         `training.starting_ranks.exec_torchrun` does all this.
 
         `run.model`        appears by a rename, when it is whole: a run whose folder has it is
-                           trained. A folder that transformers can load, with its tokenizer, unless
-                           `scoring_problem` says that nobody will score it.
+                           trained, unless `run.unfinished_file` is there too. A folder that
+                           transformers can load, with its tokenizer, unless `scoring_problem` says
+                           that nobody will score it.
         `run.checkpoints`  holds what a run resumes from. An entry is called by a word and its step,
                            `step-20` or `step_20`, and appears whole. The highest step tells whether
                            a run that is killed again and again gets on; one that saves nothing is

@@ -86,10 +86,8 @@ class Event:
     def tag(self) -> str | None:
         """The name of the job's folder through which a launch on Slurm asked for the run.
 
-        None of other launches, and of events that are no launch: an attempt's `job` is a label.
+        None of other launches, and of events that are no launch.
         """
-        if self.kind is not EventKind.LAUNCHED:
-            return None
         return self.details.get("tag")
 
 

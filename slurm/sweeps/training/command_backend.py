@@ -126,13 +126,29 @@ def missing(train_options: CommandOptions, world: World) -> list[str]:
 
 
 def scoring_problem(train_options: CommandOptions) -> str | None:
-    """Why the model of such a run cannot be scored: the tables would not know what it is."""
-    for key in ("model_name_or_path", "label_smoothing"):
-        if key not in (train_options.model_extra or {}):
-            return (
-                f"train.{key}: is missing: tables of scores name it for each run (label_smoothing "
-                "is 0 for a script without any); or score=null"
-            )
+    """Why the tables of scores would not know what the model of such a run is."""
+    from calibeval.index import RESERVED_COLUMNS  # takes half a second: it needs pandas
+
+    keys = dict(train_options.model_extra or {})
+    taken = sorted({*RESERVED_COLUMNS, "dataset", "model", "records", "run"} & set(keys))
+    if taken:
+        return (
+            f"train.{taken[0]}: is the name of a column in the tables of scores: call the key "
+            f"otherwise, for example my_{taken[0]}"
+        )
+    smoothing = keys.get("label_smoothing")
+    wanted = {
+        "model_name_or_path: the model before fine-tuning": isinstance(
+            keys.get("model_name_or_path"), str
+        ),
+        "label_smoothing: a number from 0 to 1, 0 for a script without any": (
+            isinstance(smoothing, int | float) and 0 <= smoothing <= 1
+        ),
+        "seed: a whole number, or no such key": isinstance(keys.get("seed", 0), int),
+    }
+    for key_and_value, is_given in wanted.items():
+        if not is_given:
+            return f"train.{key_and_value}: the tables of scores need it; or score=null"
     return None
 
 
@@ -162,10 +178,10 @@ def train(run: Run) -> None:
         raise SystemExit(exit_code if exit_code > 0 else 128 - exit_code)
     if world.nodes > 1 and node_number() > 0:
         return  # the first node sees to the model
-    if not run.model.is_dir():
+    if not run.model.is_dir() or not any(run.model.iterdir()):
         if was_told_to_stop:
             raise SystemExit(Outcome.STOPPED.value)
-        raise InputError(f"the command has ended well, and left no folder {run.model.absolute()}")
+        raise InputError(f"the command has ended well, and left nothing in {run.model.absolute()}")
     flush_folder(run.model)
     run.unfinished_file.unlink()
 

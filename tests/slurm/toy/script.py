@@ -47,7 +47,5 @@ while step < options.steps:
 if options.end.isdigit():
     print("ValueError: the data make no sense")
     sys.exit(int(options.end))
-if is_first_rank and options.end == "nothing":
-    model.rmdir()
-elif is_first_rank:
+if is_first_rank and options.end != "nothing":
     (model / "state").write_text(state)
