@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +145,8 @@ def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) 
         return "grid" if key in sweep.grid else "train"
 
     runs: dict[str, Run] = {}
-    for grid_values in _combinations(sweep.grid):
+    for combination in itertools.product(*sweep.grid.values()):
+        grid_values = dict(zip(sweep.grid, combination, strict=True))
         train_keys = {**sweep.train, **grid_values}
         for key in PATH_KEYS:
             if isinstance(train_keys.get(key), str) and train_keys[key]:  # "" would become "."
@@ -181,11 +181,6 @@ def _config(sweep: Sweep, backend: str | None, train: dict[str, Any], world: Wor
         keep=sweep.keep,
         max_idle_restarts=sweep.max_idle_restarts,
     )
-
-
-def _combinations(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    for combination in itertools.product(*grid.values()):
-        yield dict(zip(grid, combination, strict=True))
 
 
 def _baselines(sweep: Sweep, folder: Path, runs: list[Run]) -> list[Run]:

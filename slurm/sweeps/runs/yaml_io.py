@@ -164,16 +164,12 @@ def _index(node: Any, part: str) -> int | str:
     return int(part) if isinstance(node, list) else part
 
 
-def _no_section(key: str) -> str:
-    return ""
-
-
 def build(
     model_class: type[M],
     raw: Any,
     source: str,
     places: Mapping[str, str],
-    section: Callable[[str], str] = _no_section,
+    section: Callable[[str], str] = lambda key: "",
     keys_of: Sequence[str] = (),
 ) -> M:
     """Build a pydantic model from `raw`; raises InputError with a line for each problem.
