@@ -40,6 +40,7 @@ def test_any_keys_are_swept_and_each_run_is_done(command_file):
     runs = runs_of(path)
     assert [weights(run) for run in runs] == [undisturbed(beta, 3, 5) for beta in (0.0, 0.1)]
     assert all(run.done and not run.unfinished_file.exists() for run in runs)
+    assert runs[1].name.startswith("model-seed3-beta0.1-steps5-")
     log = (runs[0].path / "train.log").read_text()
     assert f"{TOY_COMMAND[1]} --beta=0.0 --seed 3 --steps=5 --out={runs[0].path}\n" in log
     assert "2 done" in command("status", path).stdout

@@ -91,17 +91,24 @@ class RunConfig(Strict):
 
     @cached_property
     def name(self) -> str:
-        """The name of the run's folder: a readable prefix, and the beginning of the digest."""
-        model = PurePath(self.train.get("model_name_or_path", "")).name
+        """The name of the run's folder: a readable prefix, and the beginning of the digest.
+
+        Options that the backend does not declare, as backend command takes any, are in it under
+        their own names, if they are short.
+        """
+        model = PurePath(self.train.get("model_name_or_path") or "").name
         parts = [re.sub(r"[^A-Za-z0-9._-]", "-", model) or "model"]
         if self.is_baseline:
             parts.append("base")
-        for key, prefix in NAME_PREFIXES.items():
-            value = self.train.get(key)
-            if isinstance(value, float):
-                parts.append(f"{prefix}{value:g}")
-            elif isinstance(value, int):
-                parts.append(f"{prefix}{value}")
+        else:
+            prefixes = dict(NAME_PREFIXES)
+            for key in sorted(self.train_options.model_extra or ()):
+                prefixes.setdefault(key, key)
+            for key, prefix in prefixes.items():
+                value = self.train.get(key)
+                text = f"{value:g}" if isinstance(value, float) else str(value)
+                if value is not None and re.fullmatch(r"[\w.+-]{1,20}", text, re.ASCII):
+                    parts.append(f"{prefix}{text}")
         return "-".join([*parts, self.digest[:8]])
 
 
