@@ -1,6 +1,5 @@
 """`backend: command`: sweeps of a script that knows nothing of sweeps, here `toy/script.py`."""
 
-import hashlib
 import shutil
 import signal
 import subprocess
@@ -9,7 +8,17 @@ from pathlib import Path
 
 import pytest
 import sweep_tools
-from sweep_tools import TOY_COMMAND, command, kill, launch, programs, rows, runs_of, wait_for
+from sweep_tools import (
+    TOY_COMMAND,
+    command,
+    kill,
+    launch,
+    programs,
+    rows,
+    runs_of,
+    toy_weights,
+    wait_for,
+)
 
 from calibeval.io import InputError
 from sweeps.launch import preflight
@@ -18,14 +27,6 @@ from sweeps.runs.run import Run
 
 EXAMPLES = sweep_tools.PROJECT / "slurm" / "examples"
 TEMPLATES = sweep_tools.PROJECT / "slurm" / "sweeps" / "training" / "chat_templates"
-
-
-def undisturbed(beta: float, seed: int, steps: int = 20) -> str:
-    """The weights with which `toy/script.py` ends."""
-    state = str(seed)
-    for step in range(1, steps + 1):
-        state = hashlib.sha256(f"{state} {step} {beta}".encode()).hexdigest()
-    return state
 
 
 def weights(run: Run) -> str:
@@ -38,7 +39,7 @@ def test_any_keys_are_swept_and_each_run_is_done(command_file):
     path = command_file(words, grid, train={"steps": 5}, workers=2)
     launch(path, "--executor", "local")
     runs = runs_of(path)
-    assert [weights(run) for run in runs] == [undisturbed(beta, 3, 5) for beta in (0.0, 0.1)]
+    assert [weights(run) for run in runs] == [toy_weights(beta, 3, 5) for beta in (0.0, 0.1)]
     assert all(run.done and not run.unfinished_file.exists() for run in runs)
     assert runs[1].name.startswith("model-seed3-beta0.1-steps5-")
     log = (runs[0].path / "train.log").read_text()
@@ -147,7 +148,7 @@ def test_a_disturbed_run_ends_with_the_weights_of_an_undisturbed_one(command_fil
         assert "1 stopped" in command("status", path).stdout
         hold.unlink()
         launch(path, "--executor", "local")
-    assert weights(run) == undisturbed(0.1, 1)
+    assert weights(run) == toy_weights(0.1, 1)
 
 
 def start_launch(*words: object) -> subprocess.Popen:
@@ -182,7 +183,7 @@ def test_torchrun_starts_a_command_of_several_processes(command_file, hold):
     assert rows(run, "ended")[-1]["exit"] == 75 and run.last_saved_step() > 0
     hold.unlink()
     launch(path, "--executor", "local")
-    assert weights(run) == undisturbed(0.1, 1)
+    assert weights(run) == toy_weights(0.1, 1)
 
 
 @pytest.mark.slow

@@ -48,15 +48,22 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
         *_secrets_file(plan, cluster),
     ]
     if executor == "local":
-        problem = local.too_many_nodes(plan.sweep)
-        if problem is not None:
-            found.append(problem)
+        nodes = plan.sweep.world.nodes
+        if nodes > 1:
+            found.append(
+                f"world.nodes: {nodes}: this is one machine: launch on Slurm, or type "
+                "world.nodes=1 and raise world.processes_per_node"
+            )
         try:
             local.gpus_of_workers(plan.sweep)
         except InputError as error:  # there are too few GPUs
             found.append(str(error))
     else:
-        found.extend(_no_sbatch())
+        if shutil.which("sbatch") is None:  # which a launch would miss after it has noted its runs
+            found.append(
+                "--executor slurm: no sbatch is on the PATH: load the cluster's Slurm module, or, "
+                "to train on this machine, type --executor local"
+            )
         found.extend(_several_nodes(plan, cluster))
         found.extend(_unreadable_path(plan))
     found.extend(_unwritable(plan))
@@ -152,15 +159,6 @@ def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
         yield f"{key}: no such file"
     elif file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield f"{key}: others can read it: chmod 600 {shlex.quote(str(file))}"
-
-
-def _no_sbatch() -> Iterator[str]:
-    """The absence of sbatch, which a launch would otherwise meet after it has noted its runs."""
-    if shutil.which("sbatch") is None:
-        yield (
-            "--executor slurm: no sbatch is on the PATH: load the cluster's Slurm module, or, to "
-            "train on this machine, type --executor local"
-        )
 
 
 def _several_nodes(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
