@@ -81,7 +81,7 @@ class CommandOptions(Strict):
         if unknown:
             known = ", ".join([*keys, RUN_DIR])
             raise key_error(
-                "command", f"no key gives {{{unknown[0]}}}; a key of train or grid does: {known}"
+                "command", f"no key of train or grid gives {{{unknown[0]}}}; known: {known}"
             )
         unused = [key for key in keys if key not in {*used, *KNOWN_KEYS} or key == RUN_DIR]
         if unused:
@@ -108,14 +108,16 @@ def missing(train_options: CommandOptions, world: World) -> list[str]:
     """A program or script that is not there, and keys of `world:` that nobody hands on."""
     problems = []
     program, *words = train_options.command
-    if not PLACEHOLDER.search(program) and program != "python" and not shutil.which(program):
+    if program != "python" and "{" not in program and not shutil.which(program):
         problems.append(
             f"train.command: {program}: no such program here; if only jobs find it, write "
             f"[env, {program}, …]"
         )
-    is_python = re.fullmatch(r"python[\d.]*", Path(program).name)
-    if is_python and words and not re.match("-|.*{", words[0]) and not Path(words[0]).is_file():
-        problems.append(f"train.command: {Path(words[0]).absolute()}: no such file")
+    if re.fullmatch(r"python[\d.]*", Path(program).name) and words:
+        script = words[0]
+        is_path = not script.startswith("-") and "{" not in script
+        if is_path and not Path(script).is_file():
+            problems.append(f"train.command: {Path(script).absolute()}: no such file")
     for key in ("mixed_precision", "deepspeed", "fsdp"):
         if getattr(world, key) not in (None, "no"):
             problems.append(
@@ -136,20 +138,15 @@ def scoring_problem(train_options: CommandOptions) -> str | None:
             f"train.{taken[0]}: is the name of a column in the tables of scores: call the key "
             f"otherwise, for example my_{taken[0]}"
         )
+    needed = ""
     smoothing = keys.get("label_smoothing")
-    wanted = {
-        "model_name_or_path: the model before fine-tuning": isinstance(
-            keys.get("model_name_or_path"), str
-        ),
-        "label_smoothing: a number from 0 to 1, 0 for a script without any": (
-            isinstance(smoothing, int | float) and 0 <= smoothing <= 1
-        ),
-        "seed: a whole number, or no such key": isinstance(keys.get("seed", 0), int),
-    }
-    for key_and_value, is_given in wanted.items():
-        if not is_given:
-            return f"train.{key_and_value}: the tables of scores need it; or score=null"
-    return None
+    if not isinstance(keys.get("model_name_or_path"), str):
+        needed = "model_name_or_path: the model before fine-tuning"
+    elif not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
+        needed = "label_smoothing: a number from 0 to 1, 0 for a script without any"
+    elif not isinstance(keys.get("seed", 0), int):
+        needed = "seed: a whole number, or no such key"
+    return f"train.{needed}: the tables of scores need it; or score=null" if needed else None
 
 
 def train(run: Run) -> None:
