@@ -25,8 +25,9 @@ stopped    a run has saved and left because somebody asked, by a signal or a sto
 settings   all that decides a run, or the figures of a record file; `grid_values` are those settings
            of a run that vary in its sweep file
 
-`runs` is used by the three others; `training` and `launch` do not import each other; `cli`, which
-parses commands, is imported by none of them.
+`runs` is used by the three others and imports none of them: a backend is found by its name
+(`runs.backend_modules`). `training` and `launch` do not import each other; `cli`, which parses
+commands, is imported by none of them.
 """
 
 __version__ = "0.1.0"

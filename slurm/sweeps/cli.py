@@ -161,7 +161,7 @@ def _plan(parsed: argparse.Namespace) -> "SweepPlan":
 
 def _plan_to_look_at(parsed: argparse.Namespace) -> "SweepPlan":
     """The sweep that was typed, or what its folder holds where its backend cannot be imported."""
-    from sweeps.runs.backend import NoBackend
+    from sweeps.runs.backend_modules import NoBackend
     from sweeps.runs.grid import plan_from_folder
 
     try:

@@ -1,6 +1,7 @@
 """What tests of whole sweeps share, on a real Slurm and without it."""
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -24,6 +25,9 @@ from sweeps.runs.run import Run
 T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parents[2]
+# The words of `backend: command` for a script that knows nothing of sweeps.
+TOY_SCRIPT = PROJECT / "tests" / "slurm" / "toy" / "script.py"
+TOY_COMMAND = ["python", str(TOY_SCRIPT), "--beta={beta}", "--seed", "{seed}", "--out={run_dir}"]
 CLUSTER = PROJECT / "tests" / "slurm" / "cluster.sh"
 MARKS = [
     pytest.mark.slurm,
@@ -54,6 +58,14 @@ def write_sweep(path: Path, train: dict, grid: dict | None, top: dict) -> Path:
     }
     path.write_text(yaml.safe_dump(raw, sort_keys=False, width=999))
     return path
+
+
+def toy_weights(beta: float, seed: int, steps: int = 20) -> str:
+    """The weights with which `toy/script.py` ends."""
+    state = str(seed)
+    for step in range(1, steps + 1):
+        state = hashlib.sha256(f"{state} {step} {beta}".encode()).hexdigest()
+    return state
 
 
 def command(*arguments: object, prefix: tuple = (), **options) -> subprocess.CompletedProcess:

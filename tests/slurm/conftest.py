@@ -77,6 +77,25 @@ def toy_file(tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def command_file(tmp_path) -> Callable[..., Path]:
+    """The same with a command, `toy/script.py` unless the words of another one are given."""
+
+    def make(
+        words: list = sweep_tools.TOY_COMMAND,
+        grid: dict | None = None,
+        train: dict | None = None,
+        name: str = "own",
+        **top: Any,
+    ) -> Path:
+        keys = {"command": words, **(train or {})}
+        grid = grid or {"beta": [0.1], "seed": [1]}
+        path = tmp_path / f"{name}.yaml"
+        return sweep_tools.write_sweep(path, keys, grid, {"backend": "command", **top})
+
+    return make
+
+
+@pytest.fixture
 def hold(tmp_path, monkeypatch) -> Path:
     """While this file exists, runs of the toy trainer wait at their tenth step to be met."""
     path = tmp_path / "hold"

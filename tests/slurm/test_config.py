@@ -435,3 +435,13 @@ def test_outside_of_a_checkout_a_path_is_read_where_it_was_typed(tmp_path, monke
     monkeypatch.chdir(elsewhere)
     assert cli._path_in_project("../mine.yaml") == tmp_path / "mine.yaml"
     assert cli._path_in_project("mine.yaml") == elsewhere / "mine.yaml"
+
+
+def test_a_model_before_fine_tuning_is_restarted_as_often_as_a_run(toy_file, tiny):
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
+    path = toy_file(grid={}, score={"tasks": [task]}, max_idle_restarts=0, keep="scores")
+    (baseline,) = plan_sweep(path, []).baselines
+    config = baseline.config()
+    assert (config.max_idle_restarts, config.keep) == (0, "scores")
+    (as_before,) = plan_sweep(path, ["max_idle_restarts=3", "keep=all"]).baselines
+    assert baseline.name == as_before.name

@@ -30,7 +30,6 @@ from sweep_tools import (
 from sweeps import cli
 from sweeps.launch import local, snapshot, worker
 from sweeps.launch.program_end import ProgramEnd
-from sweeps.runs import scoring
 from sweeps.runs.events import EventKind
 from sweeps.runs.files import is_locked, locked
 from sweeps.runs.grid import SweepPlan, plan_sweep
@@ -500,21 +499,6 @@ def test_asking_for_a_lock_of_this_process_leaves_it_held(tmp_path):
         )
         assert seen.stdout == "True\n"
     assert not is_locked(path)
-
-
-def test_a_backend_that_was_written_for_run_stop_still_stops(tmp_path):
-    run = Run(tmp_path)
-    with pytest.warns(FutureWarning, match="run.stop is called run.stop_file"):
-        assert run.stop == run.stop_file
-
-
-def test_a_backend_that_was_written_for_scoring_here_still_scores(toy_file, monkeypatch):
-    scored = []
-    monkeypatch.setattr(scoring, "score_here", scored.append)
-    (run,) = runs_of(toy_file(grid={}))
-    with pytest.warns(FutureWarning, match=r"scoring\.score_here"):
-        scoring.here(run)
-    assert scored == [run]
 
 
 def test_a_diff_need_not_be_utf_8():

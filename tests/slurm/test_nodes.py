@@ -26,6 +26,7 @@ from sweep_tools import (
     programs,
     rows,
     runs_of,
+    toy_weights,
     wait_for,
 )
 
@@ -112,6 +113,27 @@ def test_two_nodes_train_as_one_with_two_processes_whatever_happens(
     assert printed.count("data: 64 conversations") == 4  # not once on each node
     assert printed.count("resumed: step ") == 3
     assert equal(run, undisturbed(path, calm_folder))
+
+
+@pytest.mark.parametrize(("world", "processes"), [({}, 1), (TWO_NODES, 2)])
+def test_a_command_that_is_warned_saves_and_goes_on(
+    cluster, profile, command_file, hold, tmp_path, world, processes
+):
+    passed = ["PYTHONPATH", "TOY_HOLD"]
+    path = command_file(world=world, cluster=profile(memory_per_node="1G", pass_environment=passed))
+    submit(path)
+    (run,) = runs_of(path)
+    log = run.path / "train.log"
+    wait_for(lambda: log.exists() and log.read_text().count(f"{processes} processes") == processes)
+    job = rows(run, "began")[0]["job"]
+    where = [] if processes == 1 else ["--batch"]  # as Slurm itself signals them
+    subprocess.run(["scancel", "--signal=USR2", *where, job], check=True)
+    wait_for(lambda: len(rows(run, "began")) == 2)
+    assert rows(run, "ended")[0]["stopped"] and run.last_saved_step() > 0, logs(tmp_path)
+    hold.unlink()
+    wait_for(empty)
+    assert run.done, logs(tmp_path)
+    assert (run.model / "state").read_text() == toy_weights(0.1, 1)
 
 
 @pytest.mark.parametrize("node", [0, 1])

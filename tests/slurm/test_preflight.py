@@ -780,12 +780,9 @@ def test_records_that_answer_another_request_are_not_overwritten(asked_once, beg
 
 
 def test_records_of_plain_prompts_are_not_taken_for_a_chats(asked_once):
-    """Nor are older ones, whose sidecars do not name the key."""
     path, run, task = asked_once
     whole = scoring.records_file(run, task)
-    settings = scoring.record_settings(task, run.config().score)
-    del settings["chat_template"]
-    records.write(whole, [{}], {"settings": settings})
+    records.write(whole, [{}], {"settings": scoring.record_settings(task, run.config().score)})
     assert scoring.unscored_tasks(run) == []
     asked = "score.tasks.0.chat_template=tokenizer"
     printed = launch(path, "--executor", "local", asked, code=2)

@@ -1,4 +1,4 @@
-"""The names of runs' folders, which stay what they were when an option is added.
+"""The names of runs' folders.
 
 A name ends in a digest of all that decides a run. Another name would mean that a sweep launched
 again trains everything again, and that no recorded run is found any more.
@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from sweeps.results.settings import settings, varied_settings
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
-from sweeps.runs.schema import compatible_values, option
-from sweeps.training import hf_backend, open_instruct_backend
-from sweeps.training.options import LoraOptions, TrainOptions
 
 TRAIN = {"model_name_or_path": "models/tiny", "train_file": "data/chats.jsonl"}
 
@@ -55,62 +51,12 @@ def planned(folder: Path, **keys: Any) -> list[Run]:
     ],
 )
 def test_names_of_runs_are_what_they_were(tmp_path, keys, name):
-    """Where this fails after an option was added: `sweeps.training.options` says what it lacks."""
     (run,) = planned(tmp_path, **keys)
     assert run.name == name
 
 
-class LoraOptionsOfTomorrow(LoraOptions):
-    rslora: bool = option(False, "", added_later=True)
-
-
-class TrainOptionsOfTomorrow(TrainOptions):
-    neftune_alpha: float | None = option(None, "", added_later=True)
-    lora: LoraOptionsOfTomorrow | None = None
-
-
-@pytest.fixture
-def tomorrow(monkeypatch):
-    """tomorrow() adds options to backend trainer."""
-    return lambda: monkeypatch.setattr(hf_backend, "Train", TrainOptionsOfTomorrow)
-
-
-@pytest.mark.parametrize("lora", [None, {"r": 8}])
-def test_an_option_that_was_added_later_renames_the_runs_that_use_it_alone(
-    tmp_path, tomorrow, lora
-):
-    train = {**TRAIN, "lora": lora}
-    (before,) = planned(tmp_path, train=train)
-    before.create()
-    tomorrow()
-    (run,) = planned(tmp_path, train=train)
-    assert run.name == before.name
-    assert Run(before.path).config().train_options.neftune_alpha is None  # of the older file
-    (run,) = planned(tmp_path, train={**train, "neftune_alpha": None})
-    assert run.name == before.name
-    (run,) = planned(tmp_path, train={**train, "neftune_alpha": 5.0})
-    assert run.name != before.name
-    run.create()
-    assert Run(run.path).config().train_options.neftune_alpha == 5.0
-    (run,) = planned(tmp_path, train={**train, "lora": {"r": 8, "rslora": True}})
-    assert run.name != before.name and run.config().train["lora"]["rslora"]
-
-
-def test_tables_have_a_column_for_an_option_that_was_added_later(tmp_path, tomorrow):
-    tomorrow()
-    runs = planned(tmp_path, train=TRAIN, grid={"neftune_alpha": [None, 5.0]})
-    assert varied_settings(runs) == ["neftune_alpha"]
-    assert [settings(run)["neftune_alpha"] for run in runs] == ["None", 5.0]
-
-
-@pytest.mark.parametrize("options", [hf_backend.Train, open_instruct_backend.Train])
-def test_options_of_today_decide_runs_also_at_their_defaults(options):
-    chosen = options(**TRAIN)
-    assert compatible_values(chosen) == chosen.model_dump()
-
-
 def test_several_nodes_are_another_run_and_one_node_is_the_same(tmp_path):
-    """Runs keep the names that they had before `world.nodes` was a key."""
+    """Recorded runs keep the names that they had before `world.nodes` was a key."""
     world = {"processes_per_node": 2}
     (before,) = planned(tmp_path, train=TRAIN, world=world)
     (one,) = planned(tmp_path, train=TRAIN, world={**world, "nodes": 1})
@@ -118,7 +64,3 @@ def test_several_nodes_are_another_run_and_one_node_is_the_same(tmp_path):
     assert before.name == one.name != two.name
     two.create()
     assert Run(two.path).config().world.processes == 4
-    before.create()
-    older = before.config_file.read_text().replace("  nodes: 1\n", "")
-    before.config_file.write_text(older)
-    assert Run(before.path).config().world.nodes == 1

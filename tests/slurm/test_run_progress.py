@@ -43,8 +43,7 @@ def test_an_epochs_checkpoint_is_progress(run):
 
 
 def test_a_launch_on_slurm_alone_has_a_tag(run):
-    """An attempt has a job's label, under the key under which older launches noted their tag."""
     run.note(EventKind.LAUNCHED, tag="a1b2c3")
-    run.note(EventKind.LAUNCHED, job="a1b2c3")
+    run.note(EventKind.LAUNCHED)
     run.note(EventKind.BEGAN, stage=TRAIN, job="12_3")
-    assert [event.tag for event in run.events()] == ["a1b2c3", "a1b2c3", None]
+    assert [event.tag for event in run.events()] == ["a1b2c3", None, None]

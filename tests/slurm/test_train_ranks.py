@@ -179,7 +179,7 @@ def test_a_signal_before_the_ranks_train_ends_them_at_once(running):
     process.terminate()
     exit_code, output = end_of(run, process)
     assert exit_code == 75, output
-    assert "SIGTERM came before the first update; nothing is lost" in output
+    assert "stopped: SIGTERM came" in output
     assert "Traceback" not in output
     assert not read_rows(run.metrics)
 

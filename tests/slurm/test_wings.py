@@ -1,20 +1,24 @@
-"""How the package hangs together: which wing may import which, and what a backend brings along."""
+"""How the packages hang together: which wing may import which, and what a backend brings along."""
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import calibeval
+import smoothce
+import smoothed_open_instruct
 import sweeps
 from calibeval.io import InputError
 from sweeps.launch import sbatch
-from sweeps.runs.backend import BACKENDS, load_backend, scoring_problem
+from sweeps.runs.backend import load_backend, scoring_problem
+from sweeps.runs.backend_modules import built_in_backends
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster
-from sweeps.training import starting_ranks
 
 PACKAGE = Path(sweeps.__file__).parent
 # wing: the other wings that its modules may import. cli.py stands above all of them.
@@ -27,10 +31,8 @@ MAY_IMPORT = {
 
 
 def imported_wings(tree: ast.AST) -> Iterator[str]:
-    """The wings that a module imports when it runs; `if TYPE_CHECKING:` is left out."""
+    """The wings that a module imports, in functions too."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -57,18 +59,47 @@ def test_every_module_belongs_to_a_wing_or_to_the_command_line():
     assert {path.parent.name for path in PACKAGE.glob("*/*.py")} == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+def modules_of(package: ModuleType) -> dict[str, ast.Module]:
+    """The syntax trees of a package's modules, by their names."""
+    folder = Path(package.__file__).parent
+    trees = {}
+    for path in folder.rglob("*.py"):
+        name = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
+        trees[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return trees
+
+
+def imports_outside_functions(tree: ast.AST, modules: Iterable[str]) -> Iterator[str]:
+    """Those of the modules that a module imports with its own import, or to check types."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0  # in this project, imports name the package
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in modules else node.module
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imports_outside_functions(node, modules)
+
+
+@pytest.mark.parametrize("package", [smoothce, calibeval, smoothed_open_instruct, sweeps])
+def test_no_modules_import_each_other_in_a_circle(package):
+    trees = modules_of(package)
+    imported = {}
+    for name, tree in trees.items():
+        others = set(imports_outside_functions(tree, trees)) & set(trees)
+        # The packages that a module lies in are imported before it anyway.
+        imported[name] = {other for other in others if not f"{name}.".startswith(f"{other}.")}
+    assert any(imported.values())
+    TopologicalSorter(imported).prepare()  # raises CycleError with the circle
+
+
+@pytest.mark.parametrize("name", built_in_backends())
 def test_the_built_in_backends_have_what_a_backend_must_have(name):
     backend = load_backend(name)
     for member in ("Train", "packages", "missing", "train"):
         assert callable(getattr(backend, member))
-
-
-def test_the_former_name_of_starting_ranks_still_works():
-    from sweeps.training import torchrun
-
-    with pytest.warns(FutureWarning, match="starting_ranks.exec_torchrun now"):
-        assert torchrun.exec_torchrun is starting_ranks.exec_torchrun
 
 
 @pytest.fixture

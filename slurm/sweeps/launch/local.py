@@ -31,16 +31,6 @@ LAUNCH_PATIENCE = 1  # seconds to wait for another launch of the same sweep
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")  # torch's, tokenizers'
 
 
-def too_many_nodes(sweep: Sweep) -> str | None:
-    """Why a launch on this machine cannot train the sweep's runs; None where it can."""
-    if sweep.world.nodes == 1:
-        return None
-    return (
-        f"world.nodes: {sweep.world.nodes}: this is one machine: launch on Slurm, or type "
-        "world.nodes=1 and raise world.processes_per_node"
-    )
-
-
 def gpus_of_workers(sweep: Sweep) -> list[str]:
     """The GPUs of each worker, as CUDA_VISIBLE_DEVICES names them; "" on a machine without GPUs.
 

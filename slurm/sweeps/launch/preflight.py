@@ -18,7 +18,7 @@ from calibeval.tasks import HUB, load
 from sweeps.launch import assets, local
 from sweeps.launch.hub_cache import use_cache
 from sweeps.runs import scoring
-from sweeps.runs.backend import BACKENDS, load_backend, trains_on_several_nodes
+from sweeps.runs.backend import load_backend, trains_on_several_nodes
 from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command, run_or_empty
@@ -27,7 +27,6 @@ from sweeps.runs.schema import Cluster, load_cluster, one_line
 from sweeps.runs.yaml_io import expand
 
 PACKAGES_OF_JOBS = ("pydantic", "submitit", "yaml")  # as sweeps.sh asks for them
-PACKAGES_OF_TRAINERS = ("accelerate", "datasets", "torch", "transformers")  # the built-in ones
 READ_CONVERSATIONS = 100_000  # of a training file, of which the format is checked
 
 
@@ -49,15 +48,22 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
         *_secrets_file(plan, cluster),
     ]
     if executor == "local":
-        problem = local.too_many_nodes(plan.sweep)
-        if problem is not None:
-            found.append(problem)
+        nodes = plan.sweep.world.nodes
+        if nodes > 1:
+            found.append(
+                f"world.nodes: {nodes}: this is one machine: launch on Slurm, or type "
+                "world.nodes=1 and raise world.processes_per_node"
+            )
         try:
             local.gpus_of_workers(plan.sweep)
         except InputError as error:  # there are too few GPUs
             found.append(str(error))
     else:
-        found.extend(_no_sbatch())
+        if shutil.which("sbatch") is None:  # which a launch would miss after it has noted its runs
+            found.append(
+                "--executor slurm: no sbatch is on the PATH: load the cluster's Slurm module, or, "
+                "to train on this machine, type --executor local"
+            )
         found.extend(_several_nodes(plan, cluster))
         found.extend(_unreadable_path(plan))
     found.extend(_unwritable(plan))
@@ -107,10 +113,7 @@ def _profiles_interpreter(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
     if problem is not None:
         yield f"{plan.sweep.cluster}: python: {words[0]}: {problem}"
     elif len(words) == 1:  # more are a container's, which may not run on a login node
-        names = {*PACKAGES_OF_JOBS, *_packages(plan)}
-        if plan.sweep.backend in BACKENDS:
-            names.update(PACKAGES_OF_TRAINERS)
-        absent = _absent_packages(words[0], sorted(names))
+        absent = _absent_packages(words[0], sorted({*PACKAGES_OF_JOBS, *_packages(plan)}))
         if absent:
             lack = f"lacks packages that runs need: {' '.join(absent)}"
             yield f"{plan.sweep.cluster}: python: {cluster.python}: {lack}"
@@ -156,15 +159,6 @@ def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
         yield f"{key}: no such file"
     elif file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield f"{key}: others can read it: chmod 600 {shlex.quote(str(file))}"
-
-
-def _no_sbatch() -> Iterator[str]:
-    """The absence of sbatch, which a launch would otherwise meet after it has noted its runs."""
-    if shutil.which("sbatch") is None:
-        yield (
-            "--executor slurm: no sbatch is on the PATH: load the cluster's Slurm module, or, to "
-            "train on this machine, type --executor local"
-        )
 
 
 def _several_nodes(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
@@ -291,10 +285,10 @@ def _models(train_keys: dict[str, Any]) -> Iterator[str]:
     for kind_key, kind in assets.KIND_OF_KEY.items():
         # Without a tokenizer of its own, its files are looked for in the model's folder.
         key = kind_key if train_keys.get(kind_key) else "model_name_or_path"
-        name = train_keys[key]
-        folder = Path(name)
-        if assets.on_hub(name):
+        name = train_keys.get(key)
+        if name is None or assets.on_hub(name):  # a command may name no model
             continue
+        folder = Path(name)
         try:
             if assets.whole(folder, kind):
                 continue

@@ -124,7 +124,7 @@ def _model_names(plan: SweepPlan, runs: list[Run]) -> dict[str, str]:
     """What tables call each model: its label, else its folder's name where that tells it apart."""
     # However a path is spelt, the model is the same: see `runs.grid.PATH_KEYS`.
     labels = {os.path.normpath(model): label for model, label in plan.sweep.model_labels.items()}
-    models = {run.config().train["model_name_or_path"] for run in runs}
+    models = {str(run.config().train.get("model_name_or_path")) for run in runs}
     count = Counter(PurePath(model).name for model in models)
     names = {}
     for model in models:
@@ -165,7 +165,7 @@ def runs_table(plan: SweepPlan) -> list[dict[str, Any]]:
             {
                 "run": run.name,
                 **run.grid_values,
-                "seed": run.config().train["seed"],
+                "seed": run.config().train.get("seed"),
                 "state": shown.state.value,
                 "detail": shown.detail,
                 "restarts": shown.restarts,

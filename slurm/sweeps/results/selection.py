@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -22,13 +22,15 @@ COLUMN_NAMES = {
     "num_train_epochs": "epochs",
 }
 
+MeasuredRun = tuple[Run, dict[str, float]]  # with its figures on the validation data
+
 
 @dataclass(frozen=True)
 class Choice:
     """The best learning rate among runs that are alike in all settings but rate and seed."""
 
     group: dict[str, Any]  # the settings that the runs have in common, by the names of columns
-    learning_rate: float
+    learning_rate: float | None  # None where no option is called so
     compared_rates: int  # among how many learning rates it is the best
     runs: list[Run]  # those at the best rate, one for each seed
     figures: dict[str, float]  # on the validation data, means over the seeds
@@ -44,21 +46,6 @@ class Choice:
         }
 
 
-@dataclass
-class _RunsAtRate:
-    """The runs of one group at one learning rate, a seed each, and their figures."""
-
-    runs: list[Run] = field(default_factory=list)
-    figures: list[dict[str, float]] = field(default_factory=list)
-
-    def means(self) -> dict[str, float]:
-        """The mean of each figure, rounded: or no two rates would tie."""
-        return {
-            name: round(fmean(figures[name] for figures in self.figures), 12)
-            for name in self.figures[0]
-        }
-
-
 def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
     """For each group of runs that are alike, the rate that is most accurate on a validation task,
     or has the lowest held-out loss.
@@ -68,7 +55,7 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
     """
     # What the runs of a group have in common, in the order of the columns.
     keys = [*SHOWN_WITHOUT_RATE_AND_SEED, *varied_settings(runs)]
-    groups: dict[tuple, dict[float, _RunsAtRate]] = {}
+    groups: dict[tuple, dict[float | None, list[MeasuredRun]]] = {}
     for run in runs:
         if run.config().is_baseline:
             continue
@@ -77,40 +64,38 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
             continue
         settings_of_run = settings(run)
         group = tuple(settings_of_run.get(key) for key in keys)
-        runs_at_rates = groups.setdefault(group, {})
-        at_rate = runs_at_rates.setdefault(settings_of_run["learning_rate"], _RunsAtRate())
-        at_rate.runs.append(run)
-        at_rate.figures.append(figures)
+        rate = settings_of_run.get("learning_rate")
+        groups.setdefault(group, {}).setdefault(rate, []).append((run, figures))
     names = [COLUMN_NAMES.get(key, key) for key in keys]
-    return [
-        _choose(select_on, dict(zip(names, group, strict=True)), groups[group])
-        for group in sorted(groups, key=str)
-    ]
-
-
-def _choose(
-    select_on: str, group: dict[str, Any], runs_at_rates: dict[float, _RunsAtRate]
-) -> Choice:
-    means = {learning_rate: at_rate.means() for learning_rate, at_rate in runs_at_rates.items()}
-
-    def rank(learning_rate: float) -> tuple[float, ...]:
-        """The lower, the better."""
-        figures = means[learning_rate]
-        if select_on == HELD_OUT_LOSS:
-            return (figures[HELD_OUT_LOSS],)
-        return (
-            -figures[_figure_name("accuracy", select_on)],
-            figures[_figure_name("nll", select_on)],
+    choices = []
+    for group in sorted(groups, key=str):
+        rates = groups[group]
+        means = {rate: _means(measured_runs) for rate, measured_runs in rates.items()}
+        best, best_figures = min(means.items(), key=lambda rate_and_means: _rank(rate_and_means[1]))
+        choices.append(
+            Choice(
+                group=dict(zip(names, group, strict=True)),
+                learning_rate=best,
+                compared_rates=len(rates),
+                runs=[run for run, _ in rates[best]],
+                figures=best_figures,
+            )
         )
+    return choices
 
-    best = min(means, key=rank)
-    return Choice(
-        group=group,
-        learning_rate=best,
-        compared_rates=len(runs_at_rates),
-        runs=runs_at_rates[best].runs,
-        figures=means[best],
-    )
+
+def _means(measured_runs: list[MeasuredRun]) -> dict[str, float]:
+    """The mean of each figure, rounded: or no two rates would tie."""
+    _, first_figures = measured_runs[0]
+    return {
+        name: round(fmean(figures[name] for _, figures in measured_runs), 12)
+        for name in first_figures
+    }
+
+
+def _rank(figures: dict[str, float]) -> list[float]:
+    """A key to sort rates by, the best first: the figures decide in their order."""
+    return [-value if name.startswith("accuracy") else value for name, value in figures.items()]
 
 
 def _figure_name(metric: str, select_on: str) -> str:

@@ -35,7 +35,7 @@ def settings(run: Run) -> dict[str, Any]:
     are compared and sorted.
     """
     config = run.config()
-    values = {"backend": config.backend, **config.world.model_dump(), **config.train_values()}
+    values = {"backend": config.backend, **config.world.model_dump(), **config.train}
     for path, file_hash in _hashes_by_path(run).items():
         values[f"file {path}" if path in values else path] = file_hash
     for key, value in values.items():

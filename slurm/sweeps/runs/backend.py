@@ -1,36 +1,20 @@
 """What trains a run: the module that `backend:` of a sweep file names, and what it must have."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from calibeval.io import InputError
+from sweeps.runs.backend_modules import built_in_backends, import_backend
+from sweeps.runs.run import Run
 from sweeps.runs.schema import World
-
-if TYPE_CHECKING:
-    from sweeps.runs.run import Run
 
 Options = TypeVar("Options", bound=BaseModel)
 
-# The names of the backends that come with this project, and the modules behind them. Who adds one
-# here also names it in the description of `Sweep.backend` and in slurm/README.md, and lets mypy
-# compare it with the protocol by a line below `MEMBERS`. A backend of a user's own needs no entry.
-# `launch.preflight.PACKAGES_OF_TRAINERS` holds the packages that all of these here need.
-BACKENDS = {
-    "trainer": "sweeps.training.hf_backend",
-    "open-instruct": "sweeps.training.open_instruct_backend",
-}
-
-
-class NoBackend(InputError):
-    """What `backend:` names cannot be imported, or does not train."""
-
 
 class Backend(Protocol[Options]):
-    """A module that trains runs: one of `BACKENDS`, or a user's own, named by its import path.
+    """A module that trains runs: a built-in one, or a user's own, named by its import path.
 
-    It has the four members below, which `MEMBERS` lists. It may have three more:
+    It has the four members below, and may have three more:
 
     `environment_variables: Sequence[str]` names variables of the submitting shell that its jobs
     need. Jobs see no others, apart from a login's own and the profile's `pass_environment`. Those
@@ -55,10 +39,9 @@ class Backend(Protocol[Options]):
 
         Its `model_dump()` holds values of JSON only, and gives equal options when it is validated
         again: it is written to the run's config.yaml, and the name of the run's folder is made of
-        its hash. It has `model_name_or_path`, `learning_rate`, `label_smoothing` and `seed`, of
-        which the readable part of that name is made. An option that is added once runs were made
-        is marked as `added_later` (see `sweeps.runs.schema.option`): otherwise all runs get new
-        names.
+        its hash, after what it has of `model_name_or_path`, `learning_rate`, `label_smoothing` and
+        `seed`. Tables of scores need the first and the third. Where an option is added, all runs
+        get new names.
 
         These keys mean the same in every backend that has them; it need have none:
 
@@ -82,7 +65,7 @@ class Backend(Protocol[Options]):
         So what takes time and is the same for many runs is best remembered.
         """
 
-    def train(self, run: "Run", /) -> None:
+    def train(self, run: Run, /) -> None:
         """Train a run, resuming from its checkpoints, until `run.model` holds the final model.
 
         It is called by `python -m sweeps train RUN_DIR`, a process that holds the run's lock, in
@@ -92,8 +75,9 @@ class Backend(Protocol[Options]):
         `training.starting_ranks.exec_torchrun` does all this.
 
         `run.model`        appears by a rename, when it is whole: a run whose folder has it is
-                           trained. A folder that transformers can load, with its tokenizer, unless
-                           `scoring_problem` says that nobody will score it.
+                           trained, unless `run.unfinished_file` is there too. A folder that
+                           transformers can load, with its tokenizer, unless `scoring_problem` says
+                           that nobody will score it.
         `run.checkpoints`  holds what a run resumes from. An entry is called by a word and its step,
                            `step-20` or `step_20`, and appears whole. The highest step tells whether
                            a run that is killed again and again gets on; one that saves nothing is
@@ -113,29 +97,9 @@ class Backend(Protocol[Options]):
         """
 
 
-MEMBERS = ("Train", "packages", "missing", "train")  # of every backend, as the protocol says
-
-
-if TYPE_CHECKING:  # mypy compares the built-in backends with the protocol here
-    from sweeps.training import hf_backend, open_instruct_backend
-
-    _trainer: Backend[hf_backend.Train] = hf_backend
-    _open_instruct: Backend[open_instruct_backend.Train] = open_instruct_backend
-
-
 def load_backend(name: str) -> Backend[Any]:
-    """The module that trains; NoBackend, naming the built-in ones, if `name` is no backend."""
-    try:
-        module = import_module(BACKENDS.get(name, name))
-    except ImportError as error:
-        reason = str(error)
-    else:
-        absent = [member for member in MEMBERS if not hasattr(module, member)]
-        if not absent:
-            return module  # type: ignore[return-value]  # of a user's module nobody can know
-        reason = f"it has no `{absent[0]}`"
-    known = ", ".join(BACKENDS)
-    raise NoBackend(f"backend: {name!r} is none of {known}, and no module that trains: {reason}")
+    """The module that trains; raises NoBackend where there is none of this name."""
+    return import_backend(name)  # type: ignore[return-value]  # of a user's module nobody can know
 
 
 def environment_variables(name: str) -> list[str]:
@@ -145,7 +109,7 @@ def environment_variables(name: str) -> list[str]:
     on which of those trains.
     """
     variables: dict[str, None] = {}  # in order, each once
-    for backend in (*BACKENDS, name):
+    for backend in (*built_in_backends(), name):
         named = getattr(load_backend(backend), "environment_variables", ())
         variables.update(dict.fromkeys(named))
     return list(variables)

@@ -38,7 +38,7 @@ class EventKind(Enum):
     """What happened; the value is the name in the file."""
 
     # A launch has asked for the run: it is about to hand it to sbatch, or to a worker on this
-    # machine. The name in the file is from when there was Slurm alone, and stays for older files.
+    # machine.
     LAUNCHED = "queued"
     BEGAN = "began"  # an attempt has begun: one program, started for one stage
     ENDED = "ended"  # an attempt has ended, or sbatch did not take the run
@@ -86,11 +86,9 @@ class Event:
     def tag(self) -> str | None:
         """The name of the job's folder through which a launch on Slurm asked for the run.
 
-        None of other launches, and of events that are no launch: an attempt's `job` is a label.
+        None of other launches, and of events that are no launch.
         """
-        if self.kind is not EventKind.LAUNCHED:
-            return None
-        return self.details.get("tag", self.details.get("job"))  # `job` in earlier versions
+        return self.details.get("tag")
 
 
 def read_events(file: Path) -> list[Event]:

@@ -156,13 +156,18 @@ def replace_folder(source: Path, destination: Path) -> None:
     All that it holds reaches the disk first. A file system may write a rename down before the bytes
     of the files, and a power cut between the two would leave the new name with empty files.
     """
-    for path in source.rglob("*"):
-        if not path.is_symlink():
-            _flush_to_disk(path)
-    _flush_to_disk(source)
+    flush_folder(source)
     shutil.rmtree(destination, ignore_errors=True)
     source.rename(destination)
     _flush_to_disk(destination.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until a folder and all that it holds have reached the disk."""
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            _flush_to_disk(path)
+    _flush_to_disk(folder)
 
 
 def _flush_to_disk(path: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from calibeval.io import InputError, write_text
 from sweeps.runs.backend import load_backend, scoring_problem
 from sweeps.runs.run import Run, RunConfig
-from sweeps.runs.schema import Sweep, World, compatible_values
+from sweeps.runs.schema import Sweep, World
 from sweeps.runs.stages import next_stage
 from sweeps.runs.yaml_io import (
     build,
@@ -57,21 +56,13 @@ class SweepPlan:
         return {**run.config().train, **self.sweep.train, **run.grid_values}
 
     def create(self) -> None:
-        """Write every run's folder, and launched.yaml, which says what this launch asks for.
-
-        A file that says the same already stays as it is: jobs of an earlier launch may read it.
-        """
+        """Write every run's folder, and launched.yaml, which says what this launch asks for."""
         for run in self.baselines_and_runs:
             run.create()
             self._reopen(run)
         file = self.folder / LAUNCHED_FILE
-        values = compatible_values(self.sweep, mode="json")
-        with contextlib.suppress(InputError):  # there is none, or none that this code can read
-            _, launched_before, _, _ = _read_sweep(self.folder, [])
-            if compatible_values(launched_before, mode="json") == values:
-                return
         # A later launch reads this file as it reads any sweep file, and expands variables in it.
-        write_text(file, dump_yaml(escape_dollars(values)))
+        write_text(file, dump_yaml(escape_dollars(self.sweep.model_dump(mode="json"))))
 
     def _reopen(self, run: Run) -> None:
         """Remove DONE where it no longer holds, because this launch asks more of the run.
@@ -154,7 +145,8 @@ def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) 
         return "grid" if key in sweep.grid else "train"
 
     runs: dict[str, Run] = {}
-    for grid_values in _combinations(sweep.grid):
+    for combination in itertools.product(*sweep.grid.values()):
+        grid_values = dict(zip(sweep.grid, combination, strict=True))
         train_keys = {**sweep.train, **grid_values}
         for key in PATH_KEYS:
             if isinstance(train_keys.get(key), str) and train_keys[key]:  # "" would become "."
@@ -166,7 +158,7 @@ def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) 
             problem = scoring_problem(sweep.backend, train_options)
             if problem is not None:
                 raise InputError(f"{file}: {problem}")
-        config = _config(sweep, sweep.backend, compatible_values(train_options), sweep.world)
+        config = _config(sweep, sweep.backend, train_options.model_dump(), sweep.world)
         if config.name in runs:
             both = f"{grid_values} and {runs[config.name].grid_values}"
             place = nearest_place("grid", places, file)
@@ -189,11 +181,6 @@ def _config(sweep: Sweep, backend: str | None, train: dict[str, Any], world: Wor
         keep=sweep.keep,
         max_idle_restarts=sweep.max_idle_restarts,
     )
-
-
-def _combinations(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    for combination in itertools.product(*grid.values()):
-        yield dict(zip(grid, combination, strict=True))
 
 
 def _baselines(sweep: Sweep, folder: Path, runs: list[Run]) -> list[Run]:

@@ -11,7 +11,8 @@ stop              asks the trainer to save and to leave, while it exists. Made b
 train.log         what the trainer printed; score.log likewise
 metrics.jsonl     the trainer's progress
 checkpoints/      gone once the run is done
-model/            the final model, which appears whole
+model/            the final model, which appears whole; or, while UNFINISHED is there, what backend
+                  command's script has written of it
 scores/           <task>.jsonl, records by calibeval
 DONE              made once all is there that was asked for, and removed by a launch that asks for
                   more. Before it is made, checkpoints/ is deleted (a file system may leave some);
@@ -25,7 +26,6 @@ import hashlib
 import json
 import re
 import socket
-import warnings
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
@@ -33,28 +33,28 @@ from typing import Any
 
 from calibeval.io import InputError, sha256, write_text
 from calibeval.request import Strict
-from sweeps.runs.backend import load_backend
+from sweeps.runs.backend_modules import import_backend
 from sweeps.runs.events import Event, EventKind, append_event, read_events
 from sweeps.runs.processes import job_label, run_or_empty
-from sweeps.runs.schema import Keep, Score, World, compatible_values
+from sweeps.runs.schema import Keep, Score, World
 from sweeps.runs.yaml_io import build, dump_yaml, read_yaml
 
 # The packages whose versions are noted when an attempt begins.
 NOTED_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed")
 
+# The options that stand in the name of a run's folder, where it has them, and what is before each.
+NAME_PREFIXES = {"learning_rate": "lr", "label_smoothing": "beta", "seed": "seed"}
+
 
 class RunConfig(Strict):
     """config.yaml: what decides a run's weights, and so its name, and what is done with them.
 
-    A key that is added here has a default and is marked as `added_later`: see
-    `sweeps.runs.schema.compatible_values`. The `train:` keys of a run are to be had in five forms:
+    The `train:` keys of a run are to be had in four forms:
 
-    `train`                        as they are hashed: without the options that were added later and
-                                   have their default
+    `train`                        as they are hashed, with all defaults
     `train_options`                as the backend's own model
-    `train_values()`               with all defaults, for tables
     `SweepPlan.typed_train_keys`   with paths as they were typed, to tell folders from hub names
-    `results.settings.settings`    `train_values()`, the backend, the world and the hashes of files
+    `results.settings.settings`    `train`, the backend, the world and the hashes of files
     """
 
     backend: str | None  # None: see `is_baseline`
@@ -73,15 +73,13 @@ class RunConfig(Strict):
     def digest(self) -> str:
         """The SHA-256 of all that decides the weights.
 
-        A key that is added to `decisive` gives all runs other names, and they are trained again. So
-        add one only where its value is not its default. `train` and `world` have seen to that for
-        keys of their own, if these are marked as `added_later`.
+        A key that is added here, to `World` or to a backend's options gives all runs other names,
+        and they are trained again.
         """
-        decisive = {
-            "backend": self.backend,
-            "train": self.train,
-            "world": compatible_values(self.world),
-        }
+        world = self.world.model_dump()
+        if self.world.nodes == 1:
+            del world["nodes"]  # so that recorded runs keep the names that they had without the key
+        decisive = {"backend": self.backend, "train": self.train, "world": world}
         canonical = json.dumps(decisive, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -89,31 +87,29 @@ class RunConfig(Strict):
     def train_options(self) -> Any:
         """The `train:` keys as the backend's own model, its `Train`."""
         assert self.backend is not None  # a model before fine-tuning has no options
-        return load_backend(self.backend).Train.model_validate(self.train)
-
-    def train_values(self) -> dict[str, Any]:
-        """All `train:` keys with their values, for tables.
-
-        Options that were added later and have their default are not in `train`. Where the backend
-        is absent, or its present version does not take these keys, they are missing here too.
-        """
-        values = dict(self.train)
-        if not self.is_baseline:
-            with contextlib.suppress(InputError, ValueError):
-                for key, value in self.train_options.model_dump().items():
-                    values.setdefault(key, value)
-        return values
+        return import_backend(self.backend).Train.model_validate(self.train)
 
     @cached_property
     def name(self) -> str:
-        """The name of the run's folder: a readable prefix, and the beginning of the digest."""
-        model = PurePath(self.train["model_name_or_path"]).name
-        model = re.sub(r"[^A-Za-z0-9._-]", "-", model) or "model"
+        """The name of the run's folder: a readable prefix, and the beginning of the digest.
+
+        Options that the backend does not declare, as backend command takes any, are in it under
+        their own names, if they are short.
+        """
+        model = PurePath(self.train.get("model_name_or_path") or "").name
+        parts = [re.sub(r"[^A-Za-z0-9._-]", "-", model) or "model"]
         if self.is_baseline:
-            readable = "base"
+            parts.append("base")
         else:
-            readable = "lr{learning_rate:g}-beta{label_smoothing:g}-seed{seed}".format(**self.train)
-        return f"{model}-{readable}-{self.digest[:8]}"
+            prefixes = dict(NAME_PREFIXES)
+            for key in sorted(self.train_options.model_extra or ()):
+                prefixes.setdefault(key, key)
+            for key, prefix in prefixes.items():
+                value = self.train.get(key)
+                text = f"{value:g}" if isinstance(value, float) else str(value)
+                if value is not None and re.fullmatch(r"[\w.+-]{1,20}", text, re.ASCII):
+                    parts.append(f"{prefix}{text}")
+        return "-".join([*parts, self.digest[:8]])
 
 
 class Run:
@@ -143,16 +139,11 @@ class Run:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        self.unfinished_file = path / "UNFINISHED"
         self.scores = path / "scores"
         self.done_file = path / "DONE"
         self.stop_file = path / "stop"
         self.lock_file = path / ".lock"
-
-    @property
-    def stop(self) -> Path:
-        """The earlier name of `stop_file`, for backends that were written for it."""
-        warnings.warn("run.stop is called run.stop_file", FutureWarning, stacklevel=2)
-        return self.stop_file
 
     @property
     def done(self) -> bool:
@@ -167,23 +158,17 @@ class Run:
     def trained(self) -> bool:
         """Whether no training is left to do.
 
-        The final model is there, which trainers put there by a rename; or it was there, and has
+        The final model is there, which trainers put there by a rename, and a command of the user's
+        own writes while the file UNFINISHED is beside it; or it was there, and has
         been deleted since (`keep: scores`), which happens only once the file DONE is there; or the
         run is a model before fine-tuning.
         """
-        return self.done or self.model.is_dir() or self.config().is_baseline
+        has_model = self.model.is_dir() and not self.unfinished_file.exists()
+        return self.done or has_model or self.config().is_baseline
 
     def create(self) -> None:
-        """Make the folder with its config.yaml, or write anew what is asked of the run.
-
-        A config.yaml that says the same stays as it is. The job of an earlier launch may still read
-        it by older code, which refuses the keys that came later.
-        """
-        values = compatible_values(self.config(), mode="json")
-        with contextlib.suppress(InputError):  # there is none, or none that this code can read
-            if compatible_values(self._read_config(), mode="json") == values:
-                return
-        write_text(self.config_file, dump_yaml(values))
+        """Make the folder with its config.yaml, or write anew what is asked of the run."""
+        write_text(self.config_file, dump_yaml(self.config().model_dump(mode="json")))
 
     def config(self) -> RunConfig:
         """The resolved config, read once; raises InputError if it was edited or is not there."""
@@ -221,10 +206,12 @@ class Run:
         return [self.last_saved_step(), record_bytes, names]
 
     def _checkpoints(self) -> list[tuple[str, str]]:
-        """The kind and the number of each checkpoint, such as step and 40 of step-40."""
-        matches = [
-            re.fullmatch(r"(\w+)[-_](\d+)", path.name) for path in self.checkpoints.glob("*")
-        ]
+        """The kind and the number of each checkpoint, such as step and 40 of step-40.
+
+        A command of the user's own may write them beside its model, as transformers' Trainer does.
+        """
+        paths = [*self.checkpoints.glob("*"), *self.model.glob("*")]
+        matches = [re.fullmatch(r"(\w+)[-_](\d+)", path.name) for path in paths]
         return [(match[1], match[2]) for match in matches if match]
 
     def events(self) -> list[Event]:
@@ -256,8 +243,10 @@ class Run:
     def _file_hashes(self) -> dict[str, str]:
         """The hash of each file that the config names, which may change between runs."""
         config = self.config()
+        values = [*config.train.values(), *config.world.model_dump().values()]
+        values += config.train.get("command", [])  # of which a word may be a script
         hashes = {}
-        for value in (*config.train.values(), *config.world.model_dump().values()):
+        for value in values:
             with contextlib.suppress(InputError, TypeError):  # the value names no file
                 hashes[value] = sha256(Path(value))[:8]
         return hashes

@@ -1,7 +1,7 @@
 """The keys of sweep files and cluster profiles: models that check them, and what `keys` prints.
 
 In this order: the types of values, which options of sbatch a profile may not hold, how a field is
-declared and which values are written to files, the models `Sweep` and `Cluster` with their parts,
+declared, the models `Sweep` and `Cluster` with their parts,
 the text of `python -m sweeps keys`, and reading a profile. (Sweep files are read by `runs.grid`.)
 
 Whatever a key has wrong ends in one message: file and line (or override), key, value, remedy.
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from calibeval.io import read_text
@@ -63,10 +63,6 @@ def limit_seconds(time: str) -> float:
 # The loss without smoothing of conversations that are never trained on: as a column of metrics, and
 # as a value of `select_on`. (The key `held_out` of `train:` says how many conversations these are.)
 HELD_OUT_LOSS = "held_out_loss"
-
-# Stands in a field's JSON schema if the key was added when there were already runs without it: see
-# `compatible_values`.
-ADDED_LATER = "added_later"
 
 Keep = Literal["all", "scores"]  # what is kept of a run once it is done
 
@@ -135,36 +131,12 @@ TOKEN_IN_LINE = re.compile(r"\b(\w*(?:TOKEN|API_KEY|SECRET|PASSWORD))=[\"']?[^\s
 ExtraOption = Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$"), AfterValidator(_check_extra)]
 
 
-def option(default: Any, description: str, *, added_later: bool = False, **constraints: Any) -> Any:
+def option(default: Any, description: str, **constraints: Any) -> Any:
     """A field of a model, with pydantic's constraints; `...` as its default makes it required.
 
-    The description is what `python -m sweeps keys` prints of it. `added_later` marks a field that
-    was added when there were already runs and files without it: see `compatible_values`.
+    The description is what `python -m sweeps keys` prints of it.
     """
-    marks: dict[str, Any] | None = {ADDED_LATER: True} if added_later else None
-    return Field(default, description=description, json_schema_extra=marks, **constraints)
-
-
-def compatible_values(options: BaseModel, mode: Literal["json", "python"] = "python") -> dict:
-    """The values of a model, without those that were added later and have their default.
-
-    Folders of runs are named by these values: so a sweep that does not use a new option finds the
-    runs again that were named without it. And files are written of them: so the older code that
-    queued jobs may run, which refuses keys that it does not know, can read what newer code writes.
-    """
-    values = options.model_dump(mode=mode)
-    for name, field in type(options).model_fields.items():
-        value = getattr(options, name)
-        marks = field.json_schema_extra
-        is_later = isinstance(marks, dict) and ADDED_LATER in marks
-        if is_later and value == field.get_default(call_default_factory=True):
-            del values[name]
-        elif isinstance(value, BaseModel):
-            values[name] = compatible_values(value, mode)
-        elif isinstance(value, tuple) and all(isinstance(item, BaseModel) for item in value):
-            list_or_tuple = type(values[name])  # a list in JSON
-            values[name] = list_or_tuple(compatible_values(item, mode) for item in value)
-    return values
+    return Field(default, description=description, **constraints)
 
 
 class World(Strict):
@@ -177,7 +149,6 @@ class World(Strict):
         1,
         "How many machines train one run together; more than one needs Slurm. An update has "
         "`nodes` times the conversations.",
-        added_later=True,
     )
     processes_per_node: Positive = option(
         1,
@@ -234,15 +205,8 @@ class World(Strict):
         return content
 
 
-DistributedConfig = World  # its earlier name, for backends that were written for it
-
-
 class Score(Request):
-    """What is asked of each trained model, and how.
-
-    It stands in the config.yaml of runs, so a key that comes later, to `Request` and its tasks too,
-    has the mark ADDED_LATER in its `json_schema_extra`: see `compatible_values`.
-    """
+    """What is asked of each trained model, and how."""
 
     python: str | None = option(
         None,
@@ -331,9 +295,7 @@ class Sweep(Strict):
 
     A new key is a field here. If launches alone read it, as `throttle` and `workers`, they find it
     here. If it is read while a run is worked on, as `keep`, it is a field of `runs.run.RunConfig`
-    too, and `runs.grid` hands it on. If it decides a run's weights, see `RunConfig.digest`. In all
-    cases it has a default and is marked as `added_later`, and so is its field in `RunConfig`: see
-    `compatible_values`.
+    too, and `runs.grid` hands it on. If it decides a run's weights, see `RunConfig.digest`.
     """
 
     name: str = option(
@@ -346,8 +308,8 @@ class Sweep(Strict):
     )
     backend: str = option(
         "trainer",
-        "What trains the runs: `trainer` (this project's), `open-instruct`, or the name of a "
-        "Python module of your own.",
+        "What trains the runs: `trainer` (this project's), `open-instruct`, `command` (a script of "
+        "your own), or the name of a Python module of your own.",
     )
     train: dict[str, Any] = option(
         ..., "Training options that all runs share; the keys are the backend's, listed below."
@@ -420,8 +382,7 @@ class Cluster(Strict):
     too whether `runs.slurm_queue.explain_stuck` and `launch.slurm.advice` should name it to whoever
     has jobs that do not start, or are refused. One that changes what a job does before its command
     belongs into `launch.sbatch.setup`. What `--dry-run` shows of a job's options is a list in
-    `launch.slurm.planned_jobs`. A new key needs no `added_later`: the profile is no part of a run's
-    name, and the one that a job keeps is compared with another by the keys that it has.
+    `launch.slurm.planned_jobs`.
     """
 
     account: Line | None = option(None, "Account that jobs are billed to (sbatch --account).")

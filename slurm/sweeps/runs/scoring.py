@@ -1,7 +1,6 @@
 """What is asked of a run's model: which of its records are there, and scoring the rest."""
 
 import contextlib
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +70,6 @@ def conflict(run: Run, task: Task) -> str | None:
     wanted = record_settings(task, score)
     for whole_or_begun in (file, part_of(file)):
         settings = _sidecar(whole_or_begun).get("settings") or {}
-        if settings:
-            # Sidecars of versions before chats lack the key: they were asked without one.
-            settings = {"chat_template": None, **settings}
         changes = [
             f"{key} {settings[key]!r}, now {value!r}"
             for key, value in wanted.items()
@@ -113,9 +109,3 @@ def score_here(run: Run) -> None:
         model = str(run.model)
         revision = None
     calibeval.score(model, tasks=tasks, out=run.scores, revision=revision, **options)
-
-
-def here(run: Run) -> None:
-    """The earlier name of `score_here`, for backends that were written for it."""
-    warnings.warn("scoring.here is called scoring.score_here", FutureWarning, stacklevel=2)
-    score_here(run)

@@ -3,7 +3,8 @@
 PyYAML reads YAML 1.1, in which `no` is false and `2e-5` a word. The loader here decides by rules of
 its own which words are numbers, and keeps the line of every key. (ruamel.yaml knows YAML 1.2 and
 lines, but still reads `2026-11-22` as a date, `1_000` and `007` as numbers, and returns numbers of
-its own types: it would need as many rules.)
+its own types: it would need as many rules. OmegaConf 2.4 reads `no` as false, `12:00:00` as 43200
+and `007` as 7, knows no lines, and refuses an override of an item of a list.)
 """
 
 import json
@@ -163,16 +164,12 @@ def _index(node: Any, part: str) -> int | str:
     return int(part) if isinstance(node, list) else part
 
 
-def _no_section(key: str) -> str:
-    return ""
-
-
 def build(
     model_class: type[M],
     raw: Any,
     source: str,
     places: Mapping[str, str],
-    section: Callable[[str], str] = _no_section,
+    section: Callable[[str], str] = lambda key: "",
     keys_of: Sequence[str] = (),
 ) -> M:
     """Build a pydantic model from `raw`; raises InputError with a line for each problem.

@@ -5,7 +5,6 @@ Planning and launching import this module and must not wait for torch. The train
 """
 
 import json
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
 from sweeps.training import starting_ranks
-from sweeps.training.options import TrainOptions
+from sweeps.training.options import PACKAGES, TrainOptions, auxiliary_loss_problem
 
 Train = TrainOptions  # what every backend calls its options
 trains_on_several_nodes = True
@@ -21,7 +20,7 @@ trains_on_several_nodes = True
 
 def packages(train_options: TrainOptions, world: World) -> list[str]:
     """Modules that a run imports beyond those that every run does."""
-    needed = []
+    needed = list(PACKAGES)
     if world.deepspeed is not None:
         needed.append("deepspeed")
     if train_options.lora is not None:
@@ -54,30 +53,6 @@ def missing(train_options: TrainOptions, world: World) -> list[str]:
             "pip install 'transformers>=5'"
         )
     return problems
-
-
-def auxiliary_loss_problem(model: str, config: Mapping[str, Any]) -> str | None:
-    """Why a model with this configuration is refused, if that asks for an auxiliary loss.
-
-    A mixture of experts adds it to its loss for the balance between experts. It is a mean, and the
-    loss that `fit.install_loss` gives to a model is a sum: `patch_trainer` refuses to add them, but
-    only once the model is loaded.
-    """
-    place = "config.json"
-    text_config = config.get("text_config")  # of a model that also reads images, for example
-    if isinstance(text_config, dict):
-        place = "config.json, under text_config"
-        config = text_config
-    if not config.get("output_router_logits"):
-        return None
-    instead = 'type "output_router_logits": false there'
-    if not Path(model).is_dir():
-        instead += ", in a copy of the model, and name that copy as train.model_name_or_path"
-    return (
-        f"train.model_name_or_path: {model}: {place}: output_router_logits: true asks for a "
-        "mixture of experts' auxiliary loss, which backend trainer does not add to its own; to "
-        f"train without it, {instead}"
-    )
 
 
 def _config_on_disk(model: str) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from calibeval.io import InputError, sha256
 from smoothce import use_packed_attention
 from smoothce.checks import check_target
 from sweeps.training.global_batches import GlobalBatchDataset
-from sweeps.training.hf_backend import auxiliary_loss_problem
-from sweeps.training.options import LoraOptions, TrainOptions
+from sweeps.training.options import LoraOptions, TrainOptions, auxiliary_loss_problem
 from sweeps.training.ranks import print_once, this_rank
 
 GPU_ROW_MULTIPLE = 128  # tokens: packed rows on a GPU are filled up to a multiple of it

@@ -18,14 +18,13 @@ import yaml
 
 from calibeval.io import sha256, write_rows, write_text
 from calibeval.request import Positive
-from sweeps.runs import processes
 from sweeps.runs.conversations import rows
 from sweeps.runs.files import read_rows, replace_folder
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World, option
 from sweeps.runs.stages import Outcome
 from sweeps.training import starting_ranks
-from sweeps.training.options import CommonOptions
+from sweeps.training.options import PACKAGES, CommonOptions
 
 CHECKOUT_VARIABLE = "OPEN_INSTRUCT_DIR"  # the environment variable that names the checkout
 environment_variables = (CHECKOUT_VARIABLE,)  # Jobs need it of the submitting shell.
@@ -79,7 +78,7 @@ Train = OpenInstructOptions  # what every backend calls its options
 
 def packages(train_options: OpenInstructOptions, world: World) -> list[str]:
     """Modules that a run imports beyond those that every run does."""
-    needed = ["smoothed_open_instruct", *MODULES]
+    needed = ["smoothed_open_instruct", *PACKAGES, *MODULES]
     if train_options.attn_implementation is None:
         uses_flash_attn = train_options.use_flash_attn
     else:
@@ -220,7 +219,7 @@ def train(run: Run) -> None:
             command,
             env=finetune_environment(run, checkout),
             check=False,
-            preexec_fn=leave_signals_to_parent,
+            preexec_fn=starting_ranks.leave_signals_to_parent,
         )
     keep_last_rows(run)
     if finished.returncode < 0:  # by a signal, which a shell reports as 128 + its number
@@ -260,12 +259,6 @@ def stop_file_on_signals(stop_file: Path) -> Iterator[None]:
             signal.signal(number, handler)
         if was_made:
             stop_file.unlink(missing_ok=True)
-
-
-def leave_signals_to_parent() -> None:
-    """Let a new process end with this one, and leave to this one what signals ask for."""
-    processes.end_with_parent_and_ignore_usr2()
-    starting_ranks.block_stop_signals()
 
 
 def finetune_arguments(run: Run) -> dict[str, Any]:

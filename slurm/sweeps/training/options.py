@@ -5,11 +5,8 @@ commands that only plan or report read it too.
 
 To add an option:
 
-1. Give it a default that changes nothing, and `added_later=True`, as `nodes` has in
-   `sweeps.runs.schema.World`. The name of a run's folder is a digest of its options. Without that
-   mark every run of every sweep would get another name, and would be trained again; with it the
-   default is left out of the digest. For the same reason the default may not change afterwards.
-   tests/slurm/test_run_names.py pins some names.
+1. Give it a default that changes nothing. The name of a run's folder is a digest of its options, so
+   that every run of every sweep gets another name.
 2. Options of backend trainer belong to `TrainOptions`. Where they act:
 
        optimizer, logging_steps, report_to, gradient_checkpointing   `hf_arguments`
@@ -35,9 +32,9 @@ To add an option:
 
 To add another way to shard a run, beside DeepSpeed and FSDP:
 
-1. A key of `sweeps.runs.schema.World`, with `added_later=True`: it is part of a run's name. If it
-   names a JSON file, `World.read` reads that, and `launch.preflight` names it where it cannot be
-   read (`_files_of_world`). `World.single_process` must not hold for such runs.
+1. A key of `sweeps.runs.schema.World`. If it names a JSON file, `World.read` reads that, and
+   `launch.preflight` names it where it cannot be read (`_files_of_world`). `World.single_process`
+   must not hold for such runs.
 2. Its package, and which keys exclude each other, in `hf_backend`; its version among
    `sweeps.runs.run.NOTED_PACKAGES`; a refusal in `open_instruct_backend.sharding_problems`.
 3. What the Trainer is told in `hf_arguments` (`Sharding`, `make_arguments`); who reads the weights
@@ -54,13 +51,16 @@ All of it rests on every rank having conversations of its own (`global_batches`)
 ranks compute the same ones, as in tensor parallelism, a backend of its own is the way.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
 from calibeval.request import Natural, Positive, Seq, Strict
 from sweeps.runs.schema import option
 
+PACKAGES = ("accelerate", "datasets", "torch", "transformers")  # that runs of both backends import
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]  # fmt: skip
@@ -225,4 +225,28 @@ class TrainOptions(CommonOptions):
     )
     report_to: Literal["tensorboard", "wandb", "trackio"] | None = option(
         None, "Experiment tracker that also gets the metrics; null uses none."
+    )
+
+
+def auxiliary_loss_problem(model: str, config: Mapping[str, Any]) -> str | None:
+    """Why a model with this configuration is refused, if that asks for an auxiliary loss.
+
+    A mixture of experts adds it to its loss for the balance between experts. It is a mean, and the
+    loss that `fit.install_loss` gives to a model is a sum: `patch_trainer` refuses to add them, but
+    only once the model is loaded.
+    """
+    place = "config.json"
+    text_config = config.get("text_config")  # of a model that also reads images, for example
+    if isinstance(text_config, dict):
+        place = "config.json, under text_config"
+        config = text_config
+    if not config.get("output_router_logits"):
+        return None
+    instead = 'type "output_router_logits": false there'
+    if not Path(model).is_dir():
+        instead += ", in a copy of the model, and name that copy as train.model_name_or_path"
+    return (
+        f"train.model_name_or_path: {model}: {place}: output_router_logits: true asks for a "
+        "mixture of experts' auxiliary loss, which backend trainer does not add to its own; to "
+        f"train without it, {instead}"
     )

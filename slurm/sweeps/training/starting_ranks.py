@@ -3,7 +3,8 @@
 The processes of such a run, from the first to the last:
 
 1. `python -m sweeps train`. Under backend trainer it becomes torchrun (`exec_torchrun`). Under
-   open-instruct it stays, to turn signals into the stop file, and starts torchrun as a child.
+   open-instruct it stays, to turn signals into the stop file, and starts torchrun as a child; under
+   command it stays too, to see how the command ends.
 2. torchrun is `sweeps.training.torchrun_agent`, the process above the ranks. A run on several nodes
    has one on each: `sweeps.launch.worker` starts step 1 on every node by one srun, each becomes or
    starts torchrun, and these meet on the first node.
@@ -26,6 +27,11 @@ What each process does with the signals that ask a run to stop:
         `sweeps train`                     makes the stop file             ignores it
         torchrun, if any                   sends TERM to its ranks         ignores it
         finetune.py or its ranks           nothing: they are blocked       ignore it
+    backend command:
+        `sweeps train`                     sends TERM to the command,      ignores it
+                                           also for the stop file
+        torchrun, if any                   sends TERM to its ranks         ignores it
+        the command, as a rank too         what the user has written       ignores it
 
 Once an element has noted a signal, its worker makes the stop file, for which the ranks look after
 each update. On one node Slurm sends USR2 to the ranks, too; what comes first counts.
@@ -45,7 +51,13 @@ import socket
 import sys
 
 from calibeval.io import InputError
-from sweeps.runs.processes import MEETING_PORT, first_meeting_port, node_number, run_checked
+from sweeps.runs.processes import (
+    MEETING_PORT,
+    end_with_parent_and_ignore_usr2,
+    first_meeting_port,
+    node_number,
+    run_checked,
+)
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
 
@@ -62,6 +74,12 @@ def block_stop_signals() -> None:
     to a command. Each of them would end at once, and ranks may be saving.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+
+
+def leave_signals_to_parent() -> None:
+    """Let a new process end with this one, and leave to this one what signals ask for."""
+    end_with_parent_and_ignore_usr2()
+    block_stop_signals()
 
 
 def exec_torchrun(run: Run) -> None:

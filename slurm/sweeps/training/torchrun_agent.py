@@ -36,9 +36,9 @@ def main(arguments: list[str]) -> None:
         _, first_failure = error.get_first_failure()
         exit_code = first_failure.exitcode
         if asked_to_stop.is_set() and exit_code == -signal.SIGTERM:
-            # The rank died of TERM between `run_rank`, which unblocks it, and
-            # `callbacks.StopSignal`, which handles it: so before any training.
-            print("stopped: SIGTERM came before the first update; nothing is lost", flush=True)
+            # The rank died of TERM: one of backend trainer between `run_rank`, which unblocks it,
+            # and `callbacks.StopSignal`, which handles it, so before any training.
+            print("stopped: SIGTERM came to a rank that did not handle it yet", flush=True)
             exit_code = Outcome.STOPPED.value
         if exit_code == Outcome.STOPPED.value:
             sys.exit(exit_code)
