@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack  # not yet in Python 3.10's typing; PyTorch depends on it
 
 from smoothce import checks, compile_operator, dispatch
@@ -286,8 +286,8 @@ def make_call(
 
 
 def explain(
-    hidden: Tensor,  # (..., D)
-    weight: Tensor,  # (V, D)
+    hidden: Tensor | nn.Module,  # (..., D)
+    weight: Tensor | None = None,  # (V, D)
     *,
     impl: str = "auto",
     return_lse: bool = False,
@@ -303,6 +303,9 @@ def explain(
 
     A product is one matrix product of this shape, E Cᵀ, which says about how long it takes.
 
+    `explain(model)` says so of a patched model, for 8,192 tokens, and with which settings it
+    trains. Raises TypeError for a model that is not patched.
+
     The answer is that for a call outside `torch.compile`. Inside it the same implementation is
     taken, but gradients are made in the forward exactly where the loss is reduced, hidden states
     are not fp16 and `return_lse` is False; otherwise in the backward. (With a `process_group` the
@@ -313,6 +316,10 @@ def explain(
     for options, and for types, shapes, dtypes and devices of tensors. What the numbers in the
     tensors are is not looked at.
     """
+    if isinstance(hidden, nn.Module):
+        return _explain_model(hidden)
+    if weight is None:
+        raise TypeError("explain takes hidden states and a weight, or a patched model")
     checks.check_tensors(hidden=hidden)  # the labels' shape is made from its shape
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64)
     call = make_call(
@@ -324,6 +331,14 @@ def explain(
         **keywords,
     )
     return dispatch.explain(impl, call)
+
+
+def _explain_model(model: nn.Module) -> str:
+    for module in model.modules():
+        patched_forward = vars(module).get("_smoothce_forward")  # a hf_patch.PatchedForward
+        if patched_forward is not None:
+            return patched_forward.explain()
+    raise TypeError(f"{type(model).__name__} is not patched: call smoothce.patch_model")
 
 
 # `help()` and notebooks show the keywords one by one.

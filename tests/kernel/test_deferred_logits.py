@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from smoothce import patch_model, unpatch_model
-from smoothce.hf_patch.patching import explain_model
+from smoothce import explain, patch_model, unpatch_model
 
 transformers = pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
@@ -336,9 +335,9 @@ def test_a_patched_model_says_so(caplog):
     (record,) = caplog.records
     assert record.getMessage() == "LlamaForCausalLM: label_smoothing=0.2, filter_eps=0.01"
     assert "label_smoothing=0.2" in repr(model)
-    assert explain_model(model).startswith("LlamaForCausalLM trains with label_smoothing=0.2")
+    assert explain(model).startswith("LlamaForCausalLM trains with label_smoothing=0.2")
     with pytest.raises(TypeError, match="LlamaForCausalLM is not patched"):
-        explain_model(unpatch_model(model))
+        explain(unpatch_model(model))
 
 
 def test_a_head_that_was_replaced_since_is_named():
@@ -439,3 +438,15 @@ def test_a_saved_model_comes_back_patched():
     unpatch_model(loaded)
     assert type(loaded.lm_head) is torch.nn.Linear and "forward" not in vars(loaded)
     assert torch.equal(loaded(**batch()).logits, unpatch_model(model)(**batch()).logits)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM"])
+def test_a_compiled_forward_is_one_graph(name):
+    model, data = patch_model(tiny(name), label_smoothing=BETA), batch()
+    outputs = model(**data)
+    want = gradients(model, outputs.loss)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = compiled(**data)
+    torch.testing.assert_close(found.loss, outputs.loss)
+    torch.testing.assert_close(found.logits.dense(), outputs.logits.dense())
+    assert_same(gradients(model, found.loss), want)

@@ -117,34 +117,6 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def explain_model(model: nn.Module) -> str:
-    """Say whether the model is patched, with what settings, and how its loss is computed for 8,192
-    tokens where its head is now. Raises TypeError where it is not patched."""
-    causal = unwrapped(model)
-    head = head_of(causal)
-    if PatchedForward.of(causal) is None or not isinstance(head, SmoothedHead):
-        raise TypeError(f"{type(causal).__name__} is not patched: call smoothce.patch_model")
-    settings = head.settings
-    said = f"{type(causal).__name__} trains with {settings.describe()}"
-    weight: Any = head.weight
-    if settings.loss is not None or weight.is_meta or weight.dim() != 2 or is_sharded(weight):
-        return said
-    plan = explain(
-        weight.new_empty(8192, weight.shape[1]).requires_grad_(),
-        weight,
-        bias=head.bias,  # type: ignore[arg-type]
-        filter_eps=settings.filter_eps,
-        workspace=settings.workspace,
-        impl=settings.impl,
-    )
-    return f"{said}; {plan}"
-
-
-def is_sharded(weight: Tensor) -> bool:
-    """Whether FSDP2 or ZeRO-3 holds a part of it on each rank."""
-    return type(weight).__name__ == "DTensor" or hasattr(weight, "ds_status")
-
-
 def unwrapped(model: nn.Module) -> Any:
     """The causal language model; of a `PeftModel` the one inside."""
     if hasattr(model, "get_base_model"):
@@ -229,6 +201,26 @@ class PatchedForward:
         if self.replaced is not None:
             return self.replaced(*args, **kwargs)
         return type(self.causal).forward(self.causal, *args, **kwargs)
+
+    def explain(self) -> str:
+        """Say with what settings the model trains, and how its loss is computed for 8,192 tokens
+        where its head is now."""
+        head: Any = head_of(self.causal)
+        settings = head.settings
+        said = f"{type(self.causal).__name__} trains with {settings.describe()}"
+        weight = head.weight
+        is_sharded = type(weight).__name__ == "DTensor" or hasattr(weight, "ds_status")
+        if settings.loss is not None or weight.is_meta or is_sharded:
+            return said
+        plan = explain(
+            weight.new_empty(8192, weight.shape[1]).requires_grad_(),
+            weight,
+            bias=head.bias,
+            filter_eps=settings.filter_eps,
+            workspace=settings.workspace,
+            impl=settings.impl,
+        )
+        return f"{said}; {plan}"
 
     def is_outermost(self) -> bool:
         """Whether nobody has put another forward in its place, or around it, since."""
