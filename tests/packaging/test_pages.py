@@ -37,29 +37,6 @@ def python_block(name: str, marker: str) -> str:
     return block
 
 
-def test_an_update_beside_trl_is_its_tokens_at_its_pace():
-    tokens = None
-    for cells in rows(page("slurm/TRAINER.md"), "model, tokens of an update"):
-        if "B, " in cells[0]:
-            tokens = number(cells[0].split("B, ")[1])
-        pace, milliseconds = map(number, cells[2:4])
-        assert milliseconds == pytest.approx(1000 * tokens / pace, abs=0.8)
-
-
-def test_the_page_on_costs_has_the_measured_rates_of_their_own_pages():
-    """Tokens a second, and the memory that stands beside them in one row of another page."""
-    rows_elsewhere = []
-    for name in ("slurm/TRAINER.md", "patches/README.md", "kernel/RESULTS.md"):
-        for line in page(name).splitlines():
-            if line.startswith("|"):
-                rows_elsewhere.append(set(re.findall(r"[\d,]*\d(?:\.\d+)?", line)))
-    measured = rows(page("docs/cost.md"), "model | by |")
-    assert len(measured) == 6
-    for *_, pace, memory in measured:
-        figures = {pace.split()[0], memory.split()[0]}
-        assert any(figures <= row for row in rows_elsewhere), figures
-
-
 def test_the_workspace_of_llama_3_8b_is_that_of_the_page():
     bytes_of_workspace = 4096 * 128_256 * 2  # tokens at a time, the vocabulary, bf16
     assert f"a workspace of {bytes_of_workspace:,} bytes" in page("docs/cost.md")

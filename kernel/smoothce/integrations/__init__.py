@@ -13,7 +13,7 @@ a row of the README's table of trainers, and a test beside those in tests/kernel
 env.sh pins its version. Such a module
 
 1. is handed what the program has: the made trainer, which goes to `patch_trainer`; hidden states
-   and the head's weight; or the head itself, which gets `HeadForward`;
+   and the head's weight; or the head itself, which `patch_head` makes compute the loss;
 2. divides a *sum* by the number of the update's labels on all ranks, where the program counts
    them;
 3. leaves out smoothing and z-loss in evaluation, which is where gradients are off;
@@ -21,5 +21,5 @@ env.sh pins its version. Such a module
    may have it, that belongs in `hf_patch.trainer`;
 5. takes the options that fit, which the docstring of `Options` asks for when one is added;
 6. takes a model's scale and cap from the user where `patch_trainer` is not what runs: `automodel`
-   and `torchtitan` do not verify the model as `patch_model` does.
+   and `torchtitan` do not see what the model does to its logits.
 """

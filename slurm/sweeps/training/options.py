@@ -40,11 +40,7 @@ To add another way to shard a run, beside DeepSpeed and FSDP:
 3. What the Trainer is told in `hf_arguments` (`Sharding`, `make_arguments`); who reads the weights
    in `model_loading`; when gradients are averaged, and how a checkpoint is written, in
    `hf_trainer`; how whole weights are gathered in `saving`.
-4. smoothce runs a model to verify its loss, and puts that off while a rank lacks weights. So
-   smoothce.hf_patch.anatomy must know when that is: `waits_for_weights` while only the first rank
-   has any, before FSDP2 shards them; `partitioned_by` while each rank has a part, under FSDP2 and
-   ZeRO-3.
-5. Its row in slurm/TRAINER.md, and its name in tests/slurm/test_train_ranks.py and test_nodes.py,
+4. Its row in slurm/TRAINER.md, and its name in tests/slurm/test_train_ranks.py and test_nodes.py,
    which compare with one process.
 
 All of it rests on every rank having conversations of its own (`global_batches`): where several
