@@ -374,10 +374,19 @@ def test_who_trains_around_the_loss_is_told():
         model.train()(**data)
 
 
-@pytest.mark.parametrize("items", [7.0, torch.tensor(7.0)])
-def test_a_count_of_items_may_be_a_float(items):
-    model = patch_model(tiny(), label_smoothing=BETA)
-    want = expected(tiny(), batch(), BETA, "sum") / 7
+class TakesNoItems(transformers.LlamaForCausalLM):
+    """As models of transformers before 4.46."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+
+
+@pytest.mark.parametrize("architecture", [transformers.LlamaForCausalLM, TakesNoItems])
+@pytest.mark.parametrize("items", [7.0, torch.tensor(7.0), torch.tensor(0.75)])
+def test_a_count_of_items_may_be_a_float_and_need_not_be_known(items, architecture):
+    """It is a fraction where trainers divide by ranks and micro-batches once more."""
+    model = patch_model(tiny_models.tiny_of(architecture), label_smoothing=BETA)
+    want = expected(tiny(), batch(), BETA, "sum") / items
     torch.testing.assert_close(model(**batch(), num_items_in_batch=items).loss, want)
 
 

@@ -32,6 +32,9 @@ class Deferral:
     # (B, T) each, aligned with the logits: each token's weight, and its label.
     token_weights: Tensor | None = None
     aligned_labels: Tensor | None = None
+    # What a mean is divided by in place of its tokens, where the model's forward knows of no such
+    # thing.
+    divisor: Any = None
     # TRL asks for the sum of losses and for statistics of each token; they are left here.
     with_statistics: bool = False
     loss_sum: Tensor | None = None  # ()

@@ -222,11 +222,16 @@ def loss_of(head: Any, hidden: Tensor, request: LossRequest) -> Tensor:
         if reduction == "none":
             raise CannotDefer("reduction='sum' cannot be combined with a loss a token")
         reduction = "sum"
+    divides = deferral.divisor is not None and reduction == "mean"
+    if divides:
+        reduction = "sum"
     if deferral.with_statistics:
-        return _loss_with_statistics(head, hidden, labels, request, reduction)
-    if deferral.with_smoothing and head.settings.loss is not None:
-        return _given_loss(head, hidden, labels, request, reduction)
-    return _fused_loss(head, hidden, labels, request, reduction)
+        loss = _loss_with_statistics(head, hidden, labels, request, reduction)
+    elif deferral.with_smoothing and head.settings.loss is not None:
+        loss = _given_loss(head, hidden, labels, request, reduction)
+    else:
+        loss = _fused_loss(head, hidden, labels, request, reduction)
+    return loss / deferral.divisor if divides else loss
 
 
 def _loss_with_statistics(

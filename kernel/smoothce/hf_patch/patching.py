@@ -182,6 +182,11 @@ class PatchedForward:
             for parameter in signature.parameters.values()
             if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         )
+        kinds = [parameter.kind for parameter in signature.parameters.values()]
+        # Models of transformers before 4.46 do not.
+        self.takes_items = (
+            inspect.Parameter.VAR_KEYWORD in kinds or "num_items_in_batch" in signature.parameters
+        )
         self.__signature__ = _with_token_weights(signature)
         self.is_running = False
         self.gave_loss_in_training = False  # `callback.LossWatch` takes it back at each update
@@ -313,12 +318,14 @@ class PatchedForward:
         forward makes its loss of them in another way than by one cross-entropy."""
         settings = head.settings
         items = inputs.get("num_items_in_batch")
+        if items is not None:
+            # It may be a fraction. A mean of nothing is 0, and not NaN.
+            items = torch.where(items == 0, 1, items) if isinstance(items, Tensor) else items or 1
+            inputs["num_items_in_batch"] = items
         if deferral.with_smoothing and settings.reduction == "sum":
             inputs.pop("num_items_in_batch", None)
-        elif isinstance(items, Tensor):
-            inputs["num_items_in_batch"] = items.clamp(min=1)  # a mean of nothing is 0, not NaN
-        elif items is not None:
-            inputs["num_items_in_batch"] = max(items, 1)
+        elif items is not None and not self.takes_items:
+            deferral.divisor = inputs.pop("num_items_in_batch")
         outer_deferral = head.deferral
         head.deferral = deferral
         try:
