@@ -259,10 +259,19 @@ def _status(parsed: argparse.Namespace) -> None:
 
 def _cancel(parsed: argparse.Namespace) -> None:
     from sweeps.launch import slurm
+    from sweeps.runs.processes import cli_command
 
     plan = _plan_to_look_at(parsed)
-    cancelled = slurm.cancel(plan)
-    print(f"cancelled: {', '.join(cancelled) or 'no job'}", flush=True)
+    is_whole_folder = parsed.sweep.is_dir() and not parsed.overrides
+    cancelled, left = slurm.cancel(plan, is_whole_folder)
+    for element in cancelled:
+        print(f"cancelled {element.label}: {element.run or 'the job that makes the tables'}")
+    if not cancelled:
+        print("cancelled: no job")
+    if left:
+        print(f"still queued or running, and not asked for: {', '.join(left)}", file=sys.stderr)
+        print(f"to cancel all: {cli_command('cancel', plan.folder)}", file=sys.stderr)
+    sys.stdout.flush()
     # A launch that runs without Slurm is not cancelled: the command ends with how to end that one.
     slurm.refuse_a_launch_here(plan)
 

@@ -248,8 +248,8 @@ def test_arrays_that_are_too_large_are_split(nine, overrides, limit, expected):
     ],
 )
 def test_how_large_an_array_may_be(monkeypatch, config, limit):
-    monkeypatch.setattr(slurm_queue, "run_or_empty", lambda *words: config)
-    assert slurm_queue.largest_array() == limit
+    monkeypatch.setattr(slurm_queue, "slurm_or_empty", lambda *words, cluster: config)
+    assert slurm_queue.largest_array(None) == limit
 
 
 @pytest.mark.parametrize(

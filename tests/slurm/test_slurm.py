@@ -111,7 +111,8 @@ def test_scancel_saves_and_a_launch_goes_on(cluster, profile, toy_file, tmp_path
     wait_for(run.metrics.exists)
     shown = command("status", path).stdout
     assert re.search(r"step \d+/200  loss .* ago", shown), shown
-    assert re.match(r"cancelled: \d+, \d+\n", command("cancel", path).stdout)
+    cancelled = rf"cancelled \d+_0: {run.name}\ncancelled \d+: the job that makes the tables\n"
+    assert re.fullmatch(cancelled, command("cancel", path).stdout)
     wait_for(empty)
     assert not run.done and run.last_saved_step() > 0, logs(tmp_path)
     shown = command("status", path).stdout

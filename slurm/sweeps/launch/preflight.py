@@ -64,6 +64,7 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
                 "--executor slurm: no sbatch is on the PATH: load the cluster's Slurm module, or, "
                 "to train on this machine, type --executor local"
             )
+        found.extend(_cluster_of_shell(plan, cluster))
         found.extend(_several_nodes(plan, cluster))
         found.extend(_unreadable_path(plan))
     found.extend(_unwritable(plan))
@@ -159,6 +160,18 @@ def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
         yield f"{key}: no such file"
     elif file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield f"{key}: others can read it: chmod 600 {shlex.quote(str(file))}"
+
+
+def _cluster_of_shell(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
+    """A cluster that the shell names for Slurm's tools, and the profile does not."""
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        value = os.environ.get(name)
+        if value and value != cluster.clusters:
+            profile = plan.sweep.cluster or "a --cluster profile"
+            yield (
+                f"{name}: {value}: jobs go where the profile says: write `clusters: {value}` into "
+                f"{profile}, or type: unset {name}"
+            )
 
 
 def _several_nodes(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:

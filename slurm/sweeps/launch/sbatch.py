@@ -27,11 +27,9 @@ from sweeps.launch.submitit_adapter import (
 )
 from sweeps.runs import stages
 from sweeps.runs.backend import environment_variables
+from sweeps.runs.processes import LOGIN_VARIABLES
 from sweeps.runs.schema import Cluster, Sweep
 
-# What a job may see of the submitting shell, apart from its backend's variables and the profile's
-# pass_environment.
-EXPORTED = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
 COLLECT_MEMORY = "4G"  # is enough for tables over hundreds of record files
 
 
@@ -94,7 +92,7 @@ class Job:
 
 def exported(sweep: Sweep, cluster: Cluster) -> list[str]:
     """The names of the submitting shell's variables that jobs see."""
-    return [*EXPORTED, *environment_variables(sweep.backend), *cluster.pass_environment]
+    return [*LOGIN_VARIABLES, *environment_variables(sweep.backend), *cluster.pass_environment]
 
 
 def job_name(sweep: Sweep, job: Job, job_folder: Path) -> str:
@@ -200,6 +198,8 @@ def _additional_parameters(
         # With B:, Slurm signals the batch script, which is the element here: see `parameters`.
         # Without it, only what a job has started by srun would get the signal.
         options["signal"] = f"B:USR2@{cluster.signal_seconds}"
+    if cluster.clusters is not None:
+        options["clusters"] = cluster.clusters
     options.update(cluster.extra_options())
     if job.trained_by is not None:
         # An element whose training failed must not wait for ever.

@@ -62,7 +62,7 @@ class SlurmView:
     # Of each run that has live elements, the one that tells most: see `ask_slurm`.
     live_element_of: dict[str, LiveElement]
     collect_job: LiveElement | None  # that makes the tables, whatever runs it waits for
-    ends: dict[str, ElementEnd]  # how elements ended, by their labels
+    ends: dict[SubmittedElement, ElementEnd]  # how those ended that are not live
     error: str  # what squeue said if it did not answer
 
 
@@ -100,14 +100,11 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
             collect_job = element
         else:
             live_element_of[element.run] = element
-    ends: dict[str, ElementEnd] = {}
+    ends: dict[SubmittedElement, ElementEnd] = {}
     if not error:
-        labels = {
-            element.label
-            for name, element in submitted.items()
-            if name not in live_element_of and element.label is not None
-        }
-        ends = slurm_queue.element_ends(sorted(labels))
+        ends = slurm_queue.element_ends(
+            element for name, element in submitted.items() if name not in live_element_of
+        )
     return SlurmView(submitted, live_element_of, collect_job, ends, error)
 
 
@@ -206,8 +203,8 @@ def of_run(run: Run, slurm: SlurmView, is_launching: bool) -> Status:
     if not _was_launched_here(events):
         submitted = slurm.submitted.get(run.name)
     end = None
-    if submitted is not None and submitted.label is not None:
-        end = slurm.ends.get(submitted.label)
+    if submitted is not None:
+        end = slurm.ends.get(submitted)
     evidence = Evidence(
         run=run,
         last=events[-1] if events else None,
@@ -512,15 +509,16 @@ def _describe_reason(group: list[Status]) -> list[str]:
 
 def _describe_stuck(plan: SweepPlan, slurm: SlurmView) -> list[str]:
     """Which runs are queued and cannot start, why, and what to type."""
-    pending_for_reason: dict[str, list[LiveElement]] = {}
+    pending_for_reason: dict[tuple[str, str | None], list[LiveElement]] = {}
     elements = list(slurm.live_element_of.values())
     if slurm.collect_job is not None:
         elements.append(slurm.collect_job)
     for element in elements:
         if element.state == "PENDING":
-            pending_for_reason.setdefault(element.reason, []).append(element)
+            key = (element.reason, element.cluster)
+            pending_for_reason.setdefault(key, []).append(element)
     lines = []
-    for reason, pending in pending_for_reason.items():
+    for (reason, _), pending in pending_for_reason.items():
         stuck = slurm_queue.explain_stuck(reason)
         if stuck is not None:
             lines += ["", *_describe_stuck_elements(plan, stuck, reason, pending)]
@@ -536,14 +534,17 @@ def _describe_stuck_elements(
     launch = cli_command("launch", plan.folder)
     other_profile = f"{cancel}; correct the profile; then {launch}"
     if stuck.remedy is Remedy.RELEASE:
-        labels = " ".join(element.label for element in elements)
+        words = ["scontrol"]
+        if elements[0].cluster is not None:
+            words.append(f"--clusters={elements[0].cluster}")
+        words += ["release", *(element.label for element in elements)]
         return [
             f"{count} will not start ({reason}): {stuck.meaning}",
-            f"    To let it go: scontrol release {labels}",
+            f"    To let it go: {' '.join(words)}",
         ]
     if stuck.remedy is Remedy.PATIENCE:
         lines = [f"{count} cannot start now ({reason}): {stuck.meaning}"]
-        nodes = slurm_queue.unavailable_nodes()
+        nodes = slurm_queue.unavailable_nodes(elements[0].cluster)
         if nodes:
             more = f"; {len(nodes) - NODES_SHOWN} more" if len(nodes) > NODES_SHOWN else ""
             lines.append(f"    sinfo says: {'; '.join(nodes[:NODES_SHOWN])}{more}")

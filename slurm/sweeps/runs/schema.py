@@ -87,6 +87,7 @@ RESERVED_OPTIONS = {
     "ntasks-per-node": "world.processes_per_node says how many processes a run has",
     "ntasks-per-gpu": "world.processes_per_node says how many processes a run has",
     "tasks-per-node": "world.processes_per_node says how many processes a run has",
+    "clusters": "name the cluster in clusters, for all of Slurm's tools",
     "job-name": "the name of the sweep begins that of its jobs, by which they are found again",
 }
 
@@ -390,6 +391,12 @@ class Cluster(Strict):
     qos: Line | None = option(None, "Quality of service (sbatch --qos).")
     constraint: Line | None = option(
         None, "Features that a node must have, for example h100 (sbatch --constraint)."
+    )
+    clusters: Line | None = option(
+        None,
+        "Cluster that all of Slurm's tools are to ask (their --clusters), where they know several; "
+        "null is the login node's own.",
+        pattern="^[^,]+$",
     )
     time: Time = option(
         "1-00:00",

@@ -13,14 +13,15 @@ that scores. A job that collects has one, which works on no run.
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from calibeval.io import InputError
-from sweeps.runs.processes import run_checked, run_or_empty
+from sweeps.runs.processes import run_checked, slurm_or_empty
 from sweeps.runs.stages import SCORE
+from sweeps.runs.yaml_io import parse
 
 
 class Remedy(Enum):
@@ -78,10 +79,11 @@ def explain_stuck(reason: str) -> StuckReason | None:
     return None
 
 
-def unavailable_nodes() -> list[str]:
-    """The nodes that Slurm does not use now, and why: `n2 down* (Not responding)`."""
+def unavailable_nodes(cluster: str | None) -> list[str]:
+    """The nodes that a cluster does not use now, and why: `n2 down* (Not responding)`."""
     states = "--states=down,drain,fail,no_respond"
-    listed = run_or_empty("sinfo", "--noheader", "--Node", states, "--format=%N|%T|%E")
+    words = ("--noheader", "--Node", states, "--format=%N|%T|%E")
+    listed = slurm_or_empty("sinfo", *words, cluster=cluster)
     nodes = []
     for line in listed.splitlines():
         name, state, reason = line.split("|", 2)
@@ -93,10 +95,17 @@ def unavailable_nodes() -> list[str]:
     return nodes
 
 
-def describe_job(label: str) -> dict[str, str]:
+def describe_job(label: str, cluster: str | None = None) -> dict[str, str]:
     """What the controller says of a job, `JobState` and the like; empty if it does not answer."""
-    words = run_or_empty("scontrol", "show", "job", label).split()
+    words = slurm_or_empty("scontrol", "show", "job", label, cluster=cluster).split()
     return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+# A line of squeue about a job whose name is of our form. Another job's name may have line breaks.
+LISTED_ELEMENT = re.compile(
+    r"(?P<array>\d+)\|(?P<index>[^|]*)\|(?P<state>\w+)\|"
+    r"[^|]+\.(?P<kind>\w+)\.(?P<tag>\w+)\|(?P<reason>.*)"
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,12 @@ class LiveElement:
     run: str | None  # the name of the run that it works on; None: it collects
     tag: str = ""  # the name of its folder below `jobs`
     only_scores: bool = False  # whether its array scores and does not train: `JobKind.SCORE`
+    cluster: str | None = None  # None: the default one
+
+    @property
+    def array_id(self) -> str:
+        """The id of the array that it belongs to: 12 of 12_3."""
+        return self.label.partition("_")[0]
 
     @property
     def stopping(self) -> bool:
@@ -127,6 +142,7 @@ class SubmittedElement:
     label: str | None  # as squeue prints it: 12_3
     log: Path | None  # what it prints, once it begins
     only_scores: bool = False  # whether its array scores and does not train: `JobKind.SCORE`
+    cluster: str | None = None  # None: the default one
 
     @property
     def was_taken(self) -> bool:
@@ -140,40 +156,69 @@ def live_elements(folder: Path) -> list[LiveElement]:
     Raises InputError if squeue does not answer, or a list of an array's runs was cut.
     """
     names_files = list(folder.glob("jobs/*/names"))
-    if not names_files:
-        return []
-    names_of_tag = {file.parent.name: file.read_text().splitlines() for file in names_files}
     # Several users may launch in a folder that they share.
     users = {os.getuid()}
     users.update(file.stat().st_uid for file in names_files)
-    listed = run_checked(
-        "squeue",
-        "--noheader",
-        "--array",
-        f"--user={','.join(map(str, users))}",
-        "--format=%F|%K|%T|%j|%r",
-    )
+    job_folders: dict[str | None, list[Path]] = {}
+    for file in names_files:
+        job_folders.setdefault(cluster_of_job(file.parent), []).append(file.parent)
     elements = []
-    for line in listed.splitlines():
-        array_id, index, state, job_name, reason = line.split("|", 4)
-        rest, _, tag = job_name.rpartition(".")
-        kind = rest.rpartition(".")[2]
-        if tag not in names_of_tag:
-            continue
-        if index.isdigit():
-            label = f"{array_id}_{index}"
-            names = names_of_tag[tag]
-            if int(index) >= len(names):
-                raise InputError(
-                    f"{folder / 'jobs' / tag / 'names'}: has no line {int(index) + 1}, which says "
-                    f"on which run {label} works: scancel {label}"
-                )
-            run = names[int(index)]
-            only_scores = kind == SCORE
-            elements.append(LiveElement(label, state, reason, run, tag, only_scores))
-        else:
-            elements.append(LiveElement(array_id, state, reason, None, tag))
+    for cluster, folders in job_folders.items():
+        names_of_tag = {
+            folder.name: (folder / "names").read_text().splitlines() for folder in folders
+        }
+        listed = run_checked(
+            "squeue",
+            "--noheader",
+            "--array",
+            f"--user={','.join(map(str, users))}",
+            "--format=%F|%K|%T|%j|%r",
+            cluster=cluster,
+        )
+        for line in listed.splitlines():
+            match = LISTED_ELEMENT.fullmatch(line)
+            if match is not None and match["tag"] in names_of_tag:
+                elements.append(_live_element(match, folder, names_of_tag, cluster))
     return elements
+
+
+def _live_element(
+    match: re.Match[str],
+    folder: Path,
+    names_of_tag: Mapping[str, Sequence[str]],
+    cluster: str | None,
+) -> LiveElement:
+    """What a line of squeue tells, by the lists of runs of the folder's jobs there."""
+    tag = match["tag"]
+    label = match["array"]
+    run = None
+    if match["index"].isdigit():
+        index = int(match["index"])
+        label += f"_{index}"
+        if index >= len(names_of_tag[tag]):
+            raise InputError(
+                f"{folder / 'jobs' / tag / 'names'}: has no line {index + 1}, which says "
+                f"on which run {label} works: scancel {label}"
+            )
+        run = names_of_tag[tag][index]
+    return LiveElement(
+        label=label,
+        state=match["state"],
+        reason=match["reason"],
+        run=run,
+        tag=tag,
+        only_scores=match["kind"] == SCORE,
+        cluster=cluster,
+    )
+
+
+def cluster_of_job(job_folder: Path) -> str | None:
+    """The cluster to which a launch has handed a folder's job, as its profile says."""
+    with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
+        text = (job_folder / "profile.yaml").read_text("utf-8")
+        profile, _ = parse(text, str(job_folder / "profile.yaml"))
+        return profile.get("clusters")
+    return None
 
 
 def names_of_runs(elements: Iterable[LiveElement]) -> list[str]:
@@ -181,9 +226,9 @@ def names_of_runs(elements: Iterable[LiveElement]) -> list[str]:
     return list(dict.fromkeys(element.run for element in elements if element.run is not None))
 
 
-def largest_array() -> int | None:
-    """How many elements an array may have here; None where Slurm does not say."""
-    settings = run_or_empty("scontrol", "show", "config")
+def largest_array(cluster: str | None) -> int | None:
+    """How many elements an array may have on a cluster; None where Slurm does not say."""
+    settings = slurm_or_empty("scontrol", "show", "config", cluster=cluster)
     limits = []
     # Indices begin at 0 and stay below MaxArraySize.
     for pattern in (r"^MaxArraySize\s*=\s*(\d+)", r"\bmax_array_tasks=(\d+)"):
@@ -200,9 +245,11 @@ def submitted_elements(folder: Path) -> dict[str, list[SubmittedElement]]:
     for names_file in sorted(names_files, key=lambda path: path.stat().st_mtime_ns):
         job_folder = names_file.parent
         only_scores = _only_scores(job_folder)
+        cluster = cluster_of_job(job_folder)
         for index, name in enumerate(names_file.read_text().splitlines()):
             label, log = _label_and_log(job_folder, index)
-            elements.setdefault(name, []).append(SubmittedElement(label, log, only_scores))
+            element = SubmittedElement(label, log, only_scores, cluster)
+            elements.setdefault(name, []).append(element)
     return elements
 
 
@@ -243,15 +290,30 @@ class ElementEnd:
         return self.state.startswith("CANCELLED")
 
 
-def element_ends(labels: list[str]) -> dict[str, ElementEnd]:
-    """How elements ended, by their labels.
+def element_ends(elements: Iterable[SubmittedElement]) -> dict[SubmittedElement, ElementEnd]:
+    """How elements ended that sbatch has taken.
 
-    sacct is asked first. Where there is no accounting, the controller is, which soon forgets. A
-    label of which neither knows is absent.
+    sacct is asked first. Where there is no accounting, the controller is, which soon forgets. An
+    element of which neither knows is absent.
     """
+    of_cluster: dict[str | None, list[SubmittedElement]] = {}
+    for element in elements:
+        of_cluster.setdefault(element.cluster, []).append(element)
+    ends = {}
+    for cluster, elements_there in of_cluster.items():
+        labels = sorted({element.label for element in elements_there if element.label is not None})
+        ends_there = _ends_on(cluster, labels)
+        for element in elements_there:
+            if element.label in ends_there:
+                ends[element] = ends_there[element.label]
+    return ends
+
+
+def _ends_on(cluster: str | None, labels: list[str]) -> dict[str, ElementEnd]:
+    """How the elements of a cluster ended, by their labels."""
     if not labels:
         return {}
-    recorded = _accounted_ends(labels)
+    recorded = _accounted_ends(cluster, labels)
     ends = {}
     for label in labels:
         array_id = label.partition("_")[0]
@@ -260,17 +322,18 @@ def element_ends(labels: list[str]) -> dict[str, ElementEnd]:
         elif array_id in recorded:  # its elements were cancelled together, before they began
             ends[label] = recorded[array_id]
         else:
-            known = describe_job(label)
+            known = describe_job(label, cluster)
             if known:
                 ends[label] = ElementEnd(known["JobState"], known["ExitCode"])
     return ends
 
 
-def _accounted_ends(labels: list[str]) -> dict[str, ElementEnd]:
+def _accounted_ends(cluster: str | None, labels: list[str]) -> dict[str, ElementEnd]:
     """The ends that sacct tells, by the labels of elements, or by the ids of whole arrays."""
-    printed = run_or_empty("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(labels))
+    columns = "JobID,State,ExitCode"
+    words = ("-nPX", "-o", columns, "-j", ",".join(labels))
     ends = {}
-    for line in printed.splitlines():
+    for line in slurm_or_empty("sacct", *words, cluster=cluster).splitlines():
         label, state, exit_code = line.split("|")
         # Elements that were cancelled before they began share one record, 12_[0-7].
         ends[label.partition("_[")[0]] = ElementEnd(state, exit_code)
