@@ -204,6 +204,13 @@ SPLIT = {
     "split": ([], 4, ["train 3", "score 4", "score 2", "collect 0"]),
     "exactly": ([], 3, ["train 3", "score 3", "score 3", "collect 0"]),
     "one each": ([], 1, ["train 1"] * 3 + ["score 1"] * 6 + ["collect 0"]),
+    "no arrays": (
+        [TWO, "throttle=2"], 0,
+        ["train 1", "score 1 afterok:1", "train 1", "score 1 afterok:3",
+         "train 1 afterany:1", "score 1 afterok:5,afterany:2",
+         "score 1", "score 1", *(f"score 1 afterany:{number}" for number in (7, 8, 9, 10)),
+         "collect 0"],
+    ),
     "a throttle holds for all parts": (
         ["throttle=1"], 4, ["train 3", "score 4", "score 2 afterany:2", "collect 0"],
     ),
@@ -243,7 +250,7 @@ def test_arrays_that_are_too_large_are_split(nine, overrides, limit, expected):
     [
         ("MaxArraySize            = 1001\nMaxJobCount = 5", 1001),
         ("MaxArraySize = 9\nSchedulerParameters = a=1,max_array_tasks=4,b", 4),
-        ("MaxArraySize = 0", None),
+        ("MaxArraySize = 0", 0),
         ("", None),
     ],
 )

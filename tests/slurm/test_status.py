@@ -38,7 +38,8 @@ def submit(run: Run, tag: str, kind: str, job_id: str) -> None:
     folder = run.path.parent / "jobs" / tag
     folder.mkdir(parents=True)
     (folder / "names").write_text(f"{run.name}\n")
-    (folder / "script.sh").write_text(f"#!/bin/bash\n#SBATCH --job-name=toy.{kind}.{tag}\n")
+    options = f"#SBATCH --array=0-0\n#SBATCH --job-name=toy.{kind}.{tag}\n"
+    (folder / "script.sh").write_text(f"#!/bin/bash\n{options}")
     (folder / "id").write_text(f"{job_id}\n")
     (folder / f"{job_id}_0_0_log.out").write_text(f"the words of {kind}\n")
     run.note(EventKind.LAUNCHED, tag=tag)
@@ -62,7 +63,7 @@ def test_a_done_run_that_is_queued_for_another_task_is_queued(toy_file, tiny, sl
     slurm_says(squeue="14|0|PENDING|toy.score.aaaaaa|Priority", sacct="")
     shown = status_of(path)
     assert (shown.state, shown.detail) == (State.QUEUED, "14_0  Priority")
-    slurm_says(squeue="", sacct="14_0|OUT_OF_MEMORY|0:125")
+    slurm_says(squeue="", sacct="14_0|OUT_OF_MEMORY|0:125|n1")
     shown = status_of(path)
     assert shown.state is State.DEAD and "14_0 OUT_OF_MEMORY" in shown.detail
 
@@ -83,7 +84,7 @@ def test_a_training_killed_with_its_job_is_dead_though_its_scoring_is_cancelled(
     trained_and_scored_apart, slurm_says
 ):
     path, _ = trained_and_scored_apart
-    slurm_says(squeue="", sacct="14_0|OUT_OF_MEMORY|0:125\n15_0|CANCELLED by 0|0:0")
+    slurm_says(squeue="", sacct="14_0|OUT_OF_MEMORY|0:125|n1\n15_0|CANCELLED by 0|0:0|n1")
     shown = status_of(path)
     assert shown.state is State.DEAD
     assert shown.detail == "14_0 OUT_OF_MEMORY, exit 0:125, before it began"
@@ -95,7 +96,7 @@ def test_a_scoring_killed_with_its_job_is_told_by_its_own_element(
 ):
     path, run = trained_and_scored_apart
     run.model.mkdir()
-    slurm_says(squeue="", sacct="14_0|COMPLETED|0:0\n15_0|NODE_FAIL|0:0")
+    slurm_says(squeue="", sacct="14_0|COMPLETED|0:0|n1\n15_0|NODE_FAIL|0:0|n1")
     shown = status_of(path)
     assert shown.state is State.DEAD and "15_0 NODE_FAIL" in shown.detail
     assert shown.lines == ("the words of score",)
@@ -115,7 +116,7 @@ def test_a_training_that_can_never_start_is_told_though_its_scoring_waits_too(
 
 def test_a_training_that_somebody_cancelled_is_stopped(trained_and_scored_apart, slurm_says):
     path, _ = trained_and_scored_apart
-    slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0\n15_0|CANCELLED by 0|0:0")
+    slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0|n1\n15_0|CANCELLED by 0|0:0|n1")
     assert status_of(path).state is State.STOPPED
 
 
@@ -198,7 +199,7 @@ def submitted(toy_file) -> tuple[Path, Run]:
 def test_a_run_killed_here_is_dead_though_an_earlier_job_of_it_was_cancelled(submitted, slurm_says):
     """That job has nothing to do with the attempt that a launch without Slurm has made since."""
     path, run = submitted
-    slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0")
+    slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0|n1")
     assert status_of(path).state is State.STOPPED
     run.note(EventKind.LAUNCHED, code="5eed5eed")
     run.note(EventKind.BEGAN, stage="train", job=None)
@@ -206,7 +207,7 @@ def test_a_run_killed_here_is_dead_though_an_earlier_job_of_it_was_cancelled(sub
     assert (shown.state, shown.detail) == (State.DEAD, "killed, at the start")
     assert shown.lines == ()
     submit(run, "bbbbbb", "train", "15")
-    slurm_says(squeue="", sacct="15_0|NODE_FAIL|1:0")
+    slurm_says(squeue="", sacct="15_0|NODE_FAIL|1:0|n1")
     assert status_of(path).detail == "15_0 NODE_FAIL, exit 1:0, before it began"
 
 

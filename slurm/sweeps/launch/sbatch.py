@@ -30,6 +30,8 @@ from sweeps.runs.backend import environment_variables
 from sweeps.runs.processes import LOGIN_VARIABLES
 from sweeps.runs.schema import Cluster, Sweep
 
+# The ending of the file by which an element asks its batch script for a requeue.
+REQUEUE_REQUEST = ".requeue"
 COLLECT_MEMORY = "4G"  # is enough for tables over hundreds of record files
 
 
@@ -66,6 +68,8 @@ class Job:
     trained_by: int | None = None
     # The array that must end before this one begins: a throttle counts within one array only.
     after_array: int | None = None
+    # False where Slurm has no arrays: the job then has one run. Never of a job that collects.
+    is_array: bool = True
 
     def describe(self) -> str:
         """What the job does, in words."""
@@ -84,7 +88,8 @@ class Job:
             return ",".join(f"afterany:{job_id}" for job_id in (*queued_before, *submitted))
         conditions = []
         if self.trained_by is not None:
-            conditions.append(f"aftercorr:{submitted[self.trained_by]}")
+            condition = "aftercorr" if self.is_array else "afterok"
+            conditions.append(f"{condition}:{submitted[self.trained_by]}")
         if self.after_array is not None:
             conditions.append(f"afterany:{submitted[self.after_array]}")
         return ",".join(conditions)
@@ -148,7 +153,7 @@ def parameters(
     elif job.kind is not JobKind.COLLECT:
         # Since Slurm 22.05, srun does not take the number of CPUs from its job.
         values["srun_args"] = [f"--cpus-per-task={extra.get('cpus-per-task', cpus)}"]
-    if job.kind is not JobKind.COLLECT:
+    if job.kind is not JobKind.COLLECT and job.is_array:
         values["map_count"] = len(job.runs)
         values["array_parallelism"] = sweep.throttle or ENDLESS
     values = _without_replaced(values, extra)
@@ -230,13 +235,33 @@ def script(
         sweep_folder = job_folder.parents[1]
         command = f"{python} -m sweeps collect {shlex.quote(str(sweep_folder))}"
     else:
-        lines += copy_pickle_lines(job_folder)
+        lines += copy_pickle_lines(job_folder, job.is_array)
         command = element_command(python, job_folder)
         if _nodes(sweep, job) > 1:
             command = f"exec {command}"  # signals reach the batch job's own process alone
-    return script_text(
+    text = script_text(
         command, job_folder, lines, parameters(sweep, cluster, job, job_folder, dependency)
     )
+    is_container = " " in cluster.python
+    if is_container and job.kind is not JobKind.COLLECT:
+        text += "\n".join(["", *requeue_lines(job_folder), ""])
+    return text
+
+
+def requeue_lines(job_folder: Path) -> list[str]:
+    """Shell lines behind the command, which requeue the job where an element has asked for it.
+
+    In a container there may be no scontrol: see `element.come_back`.
+    """
+    folder = shlex.quote(str(job_folder))
+    return [
+        f"code=$? request={folder}/$SLURM_JOB_ID{REQUEUE_REQUEST}",
+        'if [ -e "$request" ]; then',
+        '    rm "$request"',
+        '    until scontrol requeue "$SLURM_JOB_ID"; do sleep 10; done',
+        "fi",
+        "exit $code",
+    ]
 
 
 def setup(cluster: Cluster, code_folder: Path) -> list[str]:

@@ -17,6 +17,7 @@ killed or whose sbatch timed out: the script finds all that it needs in the fold
 
 import contextlib
 import getpass
+import re
 import secrets
 import subprocess
 import sys
@@ -116,7 +117,8 @@ def design(plan: SweepPlan, live: list[LiveElement], array_limit: int | None = N
     `live` are the elements that are queued or running. A run without torchrun, of one process and
     not sharded, trains and scores in one element. Of any other run, scoring has an array of its
     own, whose elements have the CPUs and GPUs of one process and all the memory, and wait for those
-    that train. No array has more elements than `array_limit`.
+    that train. No array has more elements than `array_limit`; where that is 0, each run has a job
+    of its own.
     """
     queued_runs = set(names_of_runs(live))
     collects = any(element.run is None and not element.stopping for element in live)
@@ -140,19 +142,20 @@ def design(plan: SweepPlan, live: list[LiveElement], array_limit: int | None = N
 def _train_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> list[Job]:
     """The arrays that train these runs, and behind each of them the one that scores apart."""
     scored_apart = sweep.score is not None and not sweep.world.single_process
+    is_array = array_limit != 0
     jobs: list[Job] = []
-    # The positions of the arrays for which the next ones wait: those before, under a throttle.
-    trainer_before = None
-    scorer_before = None
+    trainers: list[int] = []  # the positions of the arrays so far
+    scorers: list[int] = []
     for part in _parts(names, array_limit):
         trainer = len(jobs)
-        jobs.append(Job(JobKind.TRAIN, part, after_array=trainer_before))
+        jobs.append(
+            Job(JobKind.TRAIN, part, None, _awaited(sweep, trainers, array_limit), is_array)
+        )
         if scored_apart:
-            jobs.append(Job(JobKind.SCORE, part, trained_by=trainer, after_array=scorer_before))
-        if sweep.throttle is not None:
-            trainer_before = trainer
-            if scored_apart:
-                scorer_before = trainer + 1
+            after = _awaited(sweep, scorers, array_limit)
+            jobs.append(Job(JobKind.SCORE, part, trainer, after, is_array))
+            scorers.append(trainer + 1)
+        trainers.append(trainer)
     return jobs
 
 
@@ -160,18 +163,31 @@ def _score_arrays(
     sweep: Sweep, names: list[str], array_limit: int | None, first_position: int
 ) -> list[Job]:
     """The arrays that score runs which are trained already."""
-    jobs = []
-    scorer_before = None
-    for number, part in enumerate(_parts(names, array_limit)):
-        jobs.append(Job(JobKind.SCORE, part, after_array=scorer_before))
-        if sweep.throttle is not None:
-            scorer_before = first_position + number
+    jobs: list[Job] = []
+    scorers: list[int] = []
+    for part in _parts(names, array_limit):
+        after = _awaited(sweep, scorers, array_limit)
+        scorers.append(first_position + len(jobs))
+        jobs.append(Job(JobKind.SCORE, part, None, after, is_array=array_limit != 0))
     return jobs
 
 
-def _parts(names: list[str], size: int | None) -> list[tuple[str, ...]]:
-    """The names in parts of this size, all in one without a size; no part of no names."""
-    size = size or len(names) or 1
+def _awaited(sweep: Sweep, before: list[int], array_limit: int | None) -> int | None:
+    """The position of the array for which the next one waits, so that the throttle holds.
+
+    Of several arrays one runs at a time; of jobs without arrays, as many as the throttle says.
+    """
+    if sweep.throttle is None:
+        return None
+    at_a_time = sweep.throttle if array_limit == 0 else 1
+    return before[-at_a_time] if len(before) >= at_a_time else None
+
+
+def _parts(names: list[str], array_limit: int | None) -> list[tuple[str, ...]]:
+    """The names in parts that an array may have, all in one without a limit; no part of none."""
+    size = len(names) or 1
+    if array_limit is not None:
+        size = max(1, array_limit)
     return [tuple(names[start : start + size]) for start in range(0, len(names), size)]
 
 
@@ -452,9 +468,21 @@ def call_sbatch(sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path) -> s
         listener.join()
         answer = process.stdout.read()
     if process.returncode == 0:
-        return answer.strip().partition(";")[0]
+        return _job_id(answer)
     refusal = last_error(messages).removeprefix("error: ")
     raise InputError(f"sbatch refuses: {refusal}{advice(refusal, cluster, job)}")
+
+
+def _job_id(answer: str) -> str:
+    """The id in an answer of sbatch: its last line that is one, as a wrapper may print a banner."""
+    ids = re.findall(r"^(\d+)(?:;\S+)?\s*$", answer, re.MULTILINE)
+    if not ids:
+        raise NoAnswerOfSbatch(
+            f"sbatch has printed no job's id: {answer.strip()[:200]!r}; the same command finds "
+            "what it has queued"
+        )
+    last_id: str = ids[-1]
+    return last_id
 
 
 def _pass_on(stream: IO[str], messages: list[str]) -> None:

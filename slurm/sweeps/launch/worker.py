@@ -24,7 +24,7 @@ from sweeps.runs.events import Event, EventKind
 from sweeps.runs.files import is_disk_full, is_locked, last_error, tail
 from sweeps.runs.processes import (
     MEETING_PORT,
-    end_with_parent_and_ignore_usr2,
+    end_with_parent_and_ignore_warnings,
     free_meeting_port,
 )
 from sweeps.runs.run import Run
@@ -236,7 +236,7 @@ def _execute(
             stdout=out,
             stderr=subprocess.STDOUT,
             env=variables,
-            preexec_fn=end_with_parent_and_ignore_usr2,
+            preexec_fn=end_with_parent_and_ignore_warnings,
             start_new_session=True,
         )
     was_asked = False

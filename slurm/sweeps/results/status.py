@@ -177,6 +177,8 @@ class Evidence:
         if self.submitted is None or self.submitted.label is None:
             return "killed"
         how = "is not queued any more" if self.end is None else self.end.describe()
+        if self.end is not None and self.end.could_not_write and self.submitted.log is not None:
+            how += f": {self.end.node} cannot write {self.submitted.log.parent}"
         return f"{self.submitted.label} {how}"
 
 
@@ -226,6 +228,8 @@ def of_run(run: Run, slurm: SlurmView, is_launching: bool) -> Status:
         reason = detail
         if last is not None and last.error is not None:
             reason = last.error
+        elif end is not None and end.remedy:
+            reason += f": {end.remedy}"
         lines, file = _cause(evidence)
     elif state is State.TO_DO and last is not None and last.refusal is not None:
         reason = last.refusal
@@ -399,7 +403,7 @@ def _cause(evidence: Evidence) -> tuple[tuple[str, ...], Path | None]:
     printed = evidence.submitted.log
     if printed is None:
         return (), None
-    return tuple(tail(printed, PRINTED_LINES)), printed
+    return tuple(tail(printed, PRINTED_LINES)), printed if printed.exists() else None
 
 
 def _scored(run: Run) -> str:

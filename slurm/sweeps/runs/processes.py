@@ -162,15 +162,17 @@ def visible_gpus() -> list[str]:
     return [name for name in names if name not in ("", "-1")]
 
 
-def end_with_parent_and_ignore_usr2() -> None:
+def end_with_parent_and_ignore_warnings() -> None:
     """What a process does before it becomes a program that must not outlive this one.
 
     The kernel kills it once the thread that started it is gone. Whoever starts a program from a
     thread must therefore keep the thread until the program ends.
 
-    USR2, by which Slurm warns of an end, is ignored: the parent handles it, and lets the program
-    save. In a job on one node Slurm sends it to every process, and it kills those that neither
-    handle nor ignore it. A trainer that wants it too installs a handler later.
+    USR2, by which Slurm warns of an end, is ignored, and what else people send by `scancel -s`: the
+    parent handles it, and lets the program save. In a job on one node Slurm sends it to every
+    process, and it kills those that neither handle nor ignore it. A trainer that wants it too
+    installs a handler later.
     """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

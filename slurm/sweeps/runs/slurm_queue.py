@@ -190,17 +190,20 @@ def _live_element(
 ) -> LiveElement:
     """What a line of squeue tells, by the lists of runs of the folder's jobs there."""
     tag = match["tag"]
+    names = names_of_tag[tag]
     label = match["array"]
-    run = None
+    index = 0  # of a job without an array
     if match["index"].isdigit():
         index = int(match["index"])
         label += f"_{index}"
-        if index >= len(names_of_tag[tag]):
+    run = None
+    if match["index"].isdigit() or names:
+        if index >= len(names):
             raise InputError(
                 f"{folder / 'jobs' / tag / 'names'}: has no line {index + 1}, which says "
                 f"on which run {label} works: scancel {label}"
             )
-        run = names_of_tag[tag][index]
+        run = names[index]
     return LiveElement(
         label=label,
         state=match["state"],
@@ -227,7 +230,10 @@ def names_of_runs(elements: Iterable[LiveElement]) -> list[str]:
 
 
 def largest_array(cluster: str | None) -> int | None:
-    """How many elements an array may have on a cluster; None where Slurm does not say."""
+    """How many elements an array may have on a cluster; None where Slurm does not say.
+
+    0 is said where there are no arrays at all.
+    """
     settings = slurm_or_empty("scontrol", "show", "config", cluster=cluster)
     limits = []
     # Indices begin at 0 and stay below MaxArraySize.
@@ -235,7 +241,7 @@ def largest_array(cluster: str | None) -> int | None:
         match = re.search(pattern, settings, re.MULTILINE)
         if match:
             limits.append(int(match[1]))
-    return min(limits, default=0) or None  # 0: no arrays at all, as sbatch will say
+    return min(limits, default=None)
 
 
 def submitted_elements(folder: Path) -> dict[str, list[SubmittedElement]]:
@@ -244,30 +250,30 @@ def submitted_elements(folder: Path) -> dict[str, list[SubmittedElement]]:
     names_files = folder.glob("jobs/*/names")
     for names_file in sorted(names_files, key=lambda path: path.stat().st_mtime_ns):
         job_folder = names_file.parent
-        only_scores = _only_scores(job_folder)
+        script = ""
+        with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
+            script = (job_folder / "script.sh").read_text()
+        name = rf"^#SBATCH --job-name=.*\.{SCORE}\.{job_folder.name}$"
+        only_scores = re.search(name, script, re.MULTILINE) is not None
+        is_array = "\n#SBATCH --array=" in script
         cluster = cluster_of_job(job_folder)
-        for index, name in enumerate(names_file.read_text().splitlines()):
-            label, log = _label_and_log(job_folder, index)
+        for index, run in enumerate(names_file.read_text().splitlines()):
+            label, log = _label_and_log(job_folder, f"_{index}" if is_array else "")
             element = SubmittedElement(label, log, only_scores, cluster)
-            elements.setdefault(name, []).append(element)
+            elements.setdefault(run, []).append(element)
     return elements
 
 
-def _only_scores(job_folder: Path) -> bool:
-    """Whether a folder's job scores and does not train, as its name in its script tells."""
-    name = rf"^#SBATCH --job-name=.*\.{SCORE}\.{job_folder.name}$"
-    with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
-        return re.search(name, (job_folder / "script.sh").read_text(), re.MULTILINE) is not None
-    return False
+def _label_and_log(job_folder: Path, index: str) -> tuple[str | None, Path | None]:
+    """The label and the log of an element of a folder's array, as far as known.
 
-
-def _label_and_log(job_folder: Path, index: int) -> tuple[str | None, Path | None]:
-    """The label and the log of the element at this index of a folder's array, as far as known."""
+    `index` is the label's end, _3 of 12_3, and "" of a job without an array.
+    """
     ending = "_0_log.out"  # 0 is the element's only task, as srun counts
     try:
-        label = f"{(job_folder / 'id').read_text().strip()}_{index}"
+        label = f"{(job_folder / 'id').read_text().strip()}{index}"
     except FileNotFoundError:
-        for log in job_folder.glob(f"*_{index}{ending}"):
+        for log in job_folder.glob(f"*{index}{ending}"):
             return log.name.removesuffix(ending), log
         return None, None
     return label, job_folder / f"{label}{ending}"
@@ -279,10 +285,30 @@ class ElementEnd:
 
     state: str  # as sacct says it: OUT_OF_MEMORY, CANCELLED by 1000
     exit_code: str  # and behind it the signal, as sacct prints them: 0:125
+    node: str = "its node"  # or the nodes, where it ran
 
     def describe(self) -> str:
         """The same in words."""
         return f"{self.state}, exit {self.exit_code}"
+
+    @property
+    def could_not_write(self) -> bool:
+        """Whether its node could not open the file that it was to print into."""
+        return self.exit_code == "0:53"
+
+    @property
+    def remedy(self) -> str:
+        """What to do about such an end, as far as it tells; else nothing."""
+        if self.could_not_write:
+            return (
+                "the sweep's folder must be at this path on all nodes, and writable there; was it "
+                "moved?"
+            )
+        if self.state.startswith("TIMEOUT"):
+            return "it had not saved when its time was over: raise the profile's signal_seconds"
+        if self.state.startswith("OUT_OF_MEMORY"):
+            return "raise the profile's memory_per_node, or lower the batch"
+        return ""
 
     @property
     def was_cancelled(self) -> bool:
@@ -324,17 +350,18 @@ def _ends_on(cluster: str | None, labels: list[str]) -> dict[str, ElementEnd]:
         else:
             known = describe_job(label, cluster)
             if known:
-                ends[label] = ElementEnd(known["JobState"], known["ExitCode"])
+                node = known.get("NodeList", "its node")
+                ends[label] = ElementEnd(known["JobState"], known["ExitCode"], node)
     return ends
 
 
 def _accounted_ends(cluster: str | None, labels: list[str]) -> dict[str, ElementEnd]:
     """The ends that sacct tells, by the labels of elements, or by the ids of whole arrays."""
-    columns = "JobID,State,ExitCode"
+    columns = "JobID,State,ExitCode,NodeList"
     words = ("-nPX", "-o", columns, "-j", ",".join(labels))
     ends = {}
     for line in slurm_or_empty("sacct", *words, cluster=cluster).splitlines():
-        label, state, exit_code = line.split("|")
+        label, state, exit_code, node = line.split("|")
         # Elements that were cancelled before they began share one record, 12_[0-7].
-        ends[label.partition("_[")[0]] = ElementEnd(state, exit_code)
+        ends[label.partition("_[")[0]] = ElementEnd(state, exit_code, node)
     return ends
