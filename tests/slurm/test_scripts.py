@@ -399,7 +399,7 @@ def test_the_scripts_take_files_from_where_they_are_typed(tmp_path, cluster):
 def test_the_scripts_have_a_sweep_of_their_own(tmp_path):
     printed = dry_run_of("sweep_grid", cwd=tmp_path)
     assert "24 runs and 1 base model to score: 25 to do" in printed
-    assert f"bash {PROJECT}/slurm/sweeps.sh prefetch configs/sweeps/grid.yaml" in printed
+    assert f"bash {PROJECT}/slurm/sweeps.sh prefetch {PROJECT}/configs/sweeps/grid.yaml" in printed
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -245,3 +246,45 @@ def test_a_run_that_saves_for_too_long_is_told_the_key(cluster, profile, toy_fil
     wait_for(empty)
     shown = command("status", path).stdout
     assert "TIMEOUT" in shown and "raise the profile's signal_seconds" in shown, shown
+
+
+def test_one_run_is_cancelled_and_launched_again_by_its_folder(
+    cluster, profile, toy_file, tmp_path
+):
+    path = toy_file(grid={"seed": [1, 2]}, train=LONG, cluster=profile())
+    submit(path)
+    first, second = runs_of(path)
+    launched = (first.path.parent / "launched.yaml").read_bytes()
+    wait_for(lambda: second.last_saved_step() >= 5)
+    done = command("cancel", second.path)
+    assert re.fullmatch(rf"cancelled \d+_1: {second.name}\n", done.stdout), done
+    wait_for(lambda: "1 stopped" in command("status", second.path).stdout)
+    refusal = submit(second.path, "train.steps=5", code=2)
+    assert f"{second.path}: train.steps=5: would be another run" in refusal, refusal
+    larger = profile(memory_per_node="600M")
+    assert "trains 1 run" in submit(second.path, f"cluster={larger}")
+    assert (first.path.parent / "launched.yaml").read_bytes() == launched
+    wait_for(lambda: len(rows(second, "began")) == 2)
+    assert "2 running" in command("status", path).stdout
+    for words in ([second.path], [path, "grid.seed=[2]"]):
+        shown = command("logs", *words).stdout
+        assert f"==> {second.path}/train.log" in shown and "device: none in" in shown, shown
+    done = command("logs", path)
+    assert done.returncode == 2 and f"2 runs; type the folder of one:\n       {first.path}" in (
+        done.stderr
+    )
+    command("cancel", first.path.parent)
+    wait_for(empty)
+
+
+def test_status_follows_and_tells_when_a_run_is_expected_to_start(
+    cluster, profile, toy_file, tmp_path
+):
+    path = toy_file(grid={}, train={"steps": 5}, cluster=profile(extra=["--begin=now+60"]))
+    submit(path)
+    wait_for(lambda: "starts about" in command("status", path).stdout)
+    began = time.monotonic()
+    shown = command("status", path, "--follow").stdout
+    assert "1 queued" in shown and shown.rstrip().endswith("tokens/s"), shown
+    assert time.monotonic() - began > 30
+    wait_for(empty)

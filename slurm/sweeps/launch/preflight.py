@@ -20,7 +20,8 @@ from sweeps.launch.hub_cache import use_cache
 from sweeps.runs import scoring
 from sweeps.runs.backend import load_backend, trains_on_several_nodes
 from sweeps.runs.conversations import conversations
-from sweeps.runs.grid import SweepPlan
+from sweeps.runs.files import found_path
+from sweeps.runs.grid import SweepPlan, launch_folder
 from sweeps.runs.processes import cli_command, run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, load_cluster, one_line
@@ -67,6 +68,7 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
         found.extend(_cluster_of_shell(plan, cluster))
         found.extend(_several_nodes(plan, cluster))
         found.extend(_unreadable_path(plan))
+    found.extend(_launched_elsewhere(plan))
     found.extend(_unwritable(plan))
     return list(dict.fromkeys(found))
 
@@ -78,7 +80,7 @@ def _use_cache_of_profile(plan: SweepPlan) -> None:
     cache, `prefetch` cannot have used it either, and the shell's own cache is looked into. A
     profile that has a wrong key is refused all the same.
     """
-    if plan.sweep.cluster is None or not Path(plan.sweep.cluster).exists():
+    if plan.sweep.cluster is None or not found_path(plan.sweep.cluster).exists():
         return
     cluster = load_cluster(plan.sweep.cluster)
     with contextlib.suppress(InputError):  # a variable in `cache` is not set here
@@ -196,6 +198,22 @@ def _unreadable_path(plan: SweepPlan) -> Iterator[str]:
         yield f"output_root: {folder}: Slurm reads % in paths; another folder"
     if not one_line(folder):
         yield f"output_root: {folder!r}: a path of one line is needed"
+
+
+def _launched_elsewhere(plan: SweepPlan) -> Iterator[str]:
+    """Relative paths that meant other files when the folder was launched from another place."""
+    place = launch_folder(plan.folder)
+    if place is None or place == Path.cwd():
+        return
+    for run in plan.runs:
+        for value in run.config().train.values():
+            is_relative = isinstance(value, str) and value and not os.path.isabs(value)
+            if is_relative and (os.path.exists(value) or (place / value).exists()):
+                yield (
+                    f"{value}: {plan.folder.absolute()} was launched from {place}, where its "
+                    f"relative paths begin: cd {shlex.quote(str(place))}, or give this sweep "
+                    "another name"
+                )
 
 
 def _unwritable(plan: SweepPlan) -> Iterator[str]:

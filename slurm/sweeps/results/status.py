@@ -1,10 +1,11 @@
 """What every run of a sweep is doing, from its files and, where there is one, Slurm's queue."""
 
+import contextlib
 import re
 import time
 from collections import Counter
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import Enum
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import ElementEnd, LiveElement, Remedy, StuckReason, SubmittedElement
 
 PRINTED_LINES = 3  # how many lines of a job's output are shown where its end has no other words
+LOG_LINES = 40  # how many lines of each log `logs` shows
 TABLE_CHARACTERS = 60  # how much of a reason stands in the table
 NODES_SHOWN = 4  # how many of the nodes that are down are named
 METRICS_BYTES = 4096  # how much of the end of metrics.jsonl is searched for the last row
@@ -348,7 +350,12 @@ def _describe_queued(evidence: Evidence) -> list[str]:
     element = evidence.live_element
     if element is None:  # it waits for a worker of a launch without Slurm
         return [evidence.reached]
-    return [element.label, _why_pending(element, evidence), last_metrics(evidence.run)]
+    return [
+        element.label,
+        _why_pending(element, evidence),
+        _expected_start(element),
+        last_metrics(evidence.run),
+    ]
 
 
 def _describe_dead(evidence: Evidence) -> list[str]:
@@ -383,6 +390,13 @@ def _why_pending(element: LiveElement, evidence: Evidence) -> str:
         saved = "what is scored" if evidence.run.trained else f"at step {step}"
         return f"saved {saved}; Slurm starts it again shortly"
     return _shortened(element.reason)
+
+
+def _expected_start(element: LiveElement) -> str:
+    """When Slurm expects a pending element to start; nothing where it does not say."""
+    with contextlib.suppress(ValueError):  # N/A
+        return f"starts about {datetime.fromisoformat(element.start):%d %b %H:%M}"
+    return ""
 
 
 def _shortened(reason: str) -> str:
@@ -443,7 +457,14 @@ def last_metrics(run: Run) -> str:
 
 def table(plan: SweepPlan) -> str:
     """The table with its summary line, in the order of `State`; why runs died or were refused."""
+    text, _ = table_of_now(plan)
+    return text
+
+
+def table_of_now(plan: SweepPlan) -> tuple[str, bool]:
+    """The table, and whether a run is queued or running."""
     statuses, slurm = of_sweep(plan)
+    goes_on = any(status.state in (State.RUNNING, State.QUEUED) for status in statuses)
     lines = [_summary(plan, statuses), *_rows(statuses), *_others(plan)]
     for group in _with_same_cause([status for status in statuses if status.reason]):
         lines += _describe_reason(group)
@@ -451,7 +472,24 @@ def table(plan: SweepPlan) -> str:
     advice = _advice(plan, statuses, slurm)
     if advice:
         lines += ["", advice]
-    return "\n".join(lines)
+    return "\n".join(lines), goes_on
+
+
+def logs(folder: Path, run: Run) -> str:
+    """The last lines of a run's logs, the one that was written last at the end."""
+    files = [run.path / f"{stage}.log" for stage in stages.STAGES]
+    for element in slurm_queue.submitted_elements(folder).get(run.name, [])[-1:]:
+        if element.log is not None:
+            files.append(element.log)
+    written = sorted(
+        (file for file in files if file.exists()), key=lambda file: file.stat().st_mtime
+    )
+    if not written:
+        return f"{run.path.absolute()}: has not begun"
+    parts = []
+    for file in written:
+        parts.append("\n".join([f"==> {file.absolute()}", *tail(file, LOG_LINES)]))
+    return "\n\n".join(parts)
 
 
 def _summary(plan: SweepPlan, statuses: list[Status]) -> str:
@@ -467,7 +505,7 @@ def _summary(plan: SweepPlan, statuses: list[Status]) -> str:
 
 def _rows(statuses: list[Status]) -> list[str]:
     """A line for each run, below their heading."""
-    width = max(len(status.name) for status in statuses)
+    width = max((len(status.name) for status in statuses), default=0)
     lines = [f"{'RUN':{width}}  {'STATE':8}  {'RESTARTS':>8}  {'SCORED':>6}  DETAIL"]
     order = list(State)
     for status in sorted(statuses, key=lambda status: order.index(status.state)):

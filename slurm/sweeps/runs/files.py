@@ -13,6 +13,9 @@ from pathlib import Path
 
 from calibeval.io import InputError
 
+# The folder above slurm/ in a checkout. This package may lie elsewhere, installed or as a snapshot
+# that a job runs: then there is no slurm/ in it.
+PROJECT = Path(__file__).resolve().parents[3]
 SILENT_SECONDS = 3  # seconds that a wait for a lock takes before a message tells the user of it
 # Errors that follow from another one: what torchrun and srun say of a program that has failed, and
 # before them what a rank says that has lost its connection to one that has.
@@ -81,6 +84,18 @@ def is_locked(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def found_path(typed: str) -> Path:
+    """A path as it was typed; if nothing is there, one of the checkout's, whose files come with it.
+
+    So `configs/sweeps/beta.yaml` and the profiles can be named from any folder.
+    """
+    path = Path(os.path.expanduser(typed))  # bash leaves the ~ of --cluster=~/x
+    shipped = PROJECT / typed
+    if not os.path.exists(path) and (PROJECT / "slurm").is_dir() and os.path.exists(shipped):
+        return shipped
+    return path
 
 
 def read_rows(path: Path, size: int | None = None) -> list[dict]:

@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from calibeval.io import read_text
 from calibeval.request import DEFAULT_COLUMNS, Natural, Positive, Request, Seq, Strict
 from calibeval.tasks import splits_of
+from sweeps.runs.files import found_path
 from sweeps.runs.yaml_io import build, key_error, read_yaml
 
 
@@ -561,7 +562,7 @@ def load_cluster(path: str | None) -> Cluster:
     """
     if path is None:
         return Cluster()
-    raw, places = read_yaml(Path(path))
+    raw, places = read_yaml(found_path(path))
     for key, value in raw.items():
         if isinstance(value, str):
             raw[key] = os.path.expanduser(value)

@@ -104,7 +104,7 @@ def describe_job(label: str, cluster: str | None = None) -> dict[str, str]:
 # A line of squeue about a job whose name is of our form. Another job's name may have line breaks.
 LISTED_ELEMENT = re.compile(
     r"(?P<array>\d+)\|(?P<index>[^|]*)\|(?P<state>\w+)\|"
-    r"[^|]+\.(?P<kind>\w+)\.(?P<tag>\w+)\|(?P<reason>.*)"
+    r"[^|]+\.(?P<kind>\w+)\.(?P<tag>\w+)\|(?P<reason>[^|]*)(\|(?P<start>.*))?"
 )
 
 
@@ -119,6 +119,7 @@ class LiveElement:
     tag: str = ""  # the name of its folder below `jobs`
     only_scores: bool = False  # whether its array scores and does not train: `JobKind.SCORE`
     cluster: str | None = None  # None: the default one
+    start: str = ""  # when it has started, or is expected to, as squeue prints it
 
     @property
     def array_id(self) -> str:
@@ -172,7 +173,7 @@ def live_elements(folder: Path) -> list[LiveElement]:
             "--noheader",
             "--array",
             f"--user={','.join(map(str, users))}",
-            "--format=%F|%K|%T|%j|%r",
+            "--format=%F|%K|%T|%j|%r|%S",
             cluster=cluster,
         )
         for line in listed.splitlines():
@@ -212,6 +213,7 @@ def _live_element(
         tag=tag,
         only_scores=match["kind"] == SCORE,
         cluster=cluster,
+        start=match["start"] or "",
     )
 
 
