@@ -829,5 +829,8 @@ def test_a_refusal_of_the_nodes_names_the_keys_that_ask_for_them(
     programs(sbatch=f"echo 'sbatch: error: {refusal}' >&2; exit 1", squeue="")
     path = toy_file(cluster=profile(), world={"nodes": 3})
     printed = launch(path, "--executor", "slurm", code=2)
-    assert f"sbatch refuses: {refusal}; what is asked for: world.nodes nodes, and on" in printed
-    assert "memory_per_node and, for each of world.processes_per_node, cpus_per_proc" in printed
+    assert (
+        f"sbatch refuses: {refusal}; asked for: world.nodes 3; on each memory_per_node" in printed
+    )
+    asked = "500M and, for each of world.processes_per_node 1, cpus_per_process 1 and gpus_per_pro"
+    assert asked in printed

@@ -411,7 +411,8 @@ def interpreters(tmp_path):
     project = tmp_path / "project"
     shutil.copytree(PROJECT / "slurm", project / "slurm", ignore=shutil.ignore_patterns("*.py*"))
     serves = '[ "$1" = -c ] && exit 0\necho venv: $3'
-    for place, text in (("active", "exit 1"), ("project/.venv", serves)):
+    lacks = "echo \"ModuleNotFoundError: No module named 'yaml'\" >&2; exit 1"
+    for place, text in (("active", lacks), ("project/.venv", serves)):
         python = tmp_path / place / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(f"#!/bin/sh\n{text}\n")
@@ -435,7 +436,15 @@ def test_an_environment_that_lacks_packages_is_named_with_what_to_type(interpret
     done = interpreters(VIRTUAL_ENV=str(tmp_path / "active"))
     remedy = f"PYTHON={tmp_path}/project/.venv/bin/python in front of the command"
     assert done.returncode == 2
-    assert done.stderr.endswith(f"lacks this project's packages; {remedy}\n")
+    words = "lacks this project's packages (ModuleNotFoundError: No module named 'yaml')"
+    assert done.stderr.endswith(f"{words}; {remedy}\n")
+
+
+def test_a_package_that_is_there_and_cannot_be_imported_is_told(interpreters, tmp_path):
+    python = tmp_path / "active" / "bin" / "python"
+    python.write_text("#!/bin/sh\necho 'ImportError: libyaml.so: no such file' >&2; exit 1\n")
+    done = interpreters(PYTHON=str(python))
+    assert "cannot import this project's packages: ImportError: libyaml.so: no" in done.stderr
 
 
 def test_an_interpreter_that_cannot_run_is_not_said_to_lack_packages(interpreters, tmp_path):

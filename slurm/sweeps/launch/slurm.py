@@ -71,12 +71,14 @@ class Submission:
 
     def describe_present(self, plan: SweepPlan) -> str:
         """How many runs are there already: `3 done, 2 queued or running`."""
-        done = sum(1 for run in plan.baselines_and_runs if next_stage(run) is None)
+        done = [run.name for run in plan.baselines_and_runs if next_stage(run) is None]
+        # The job of one that is done may be about to leave.
+        there = set(names_of_runs(self.already_there)) - set(done)
         counts = []
         if done:
-            counts.append(f"{done} done")
-        if self.already_there:
-            counts.append(f"{len(names_of_runs(self.already_there))} queued or running")
+            counts.append(f"{len(done)} done")
+        if there:
+            counts.append(f"{len(there)} queued or running")
         return ", ".join(counts)
 
     def problems(self, plan: SweepPlan) -> list[str]:
@@ -470,7 +472,7 @@ def call_sbatch(sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path) -> s
     if process.returncode == 0:
         return _job_id(answer)
     refusal = last_error(messages).removeprefix("error: ")
-    raise InputError(f"sbatch refuses: {refusal}{advice(refusal, cluster, job)}")
+    raise InputError(f"sbatch refuses: {refusal}{advice(refusal, sweep, cluster, job)}")
 
 
 def _job_id(answer: str) -> str:
@@ -512,7 +514,17 @@ def _wait_for_sbatch(process: subprocess.Popen) -> None:
         ) from None
 
 
-def advice(refusal: str, cluster: Cluster, job: Job) -> str:
+def _asked_of_nodes(sweep: Sweep, cluster: Cluster) -> str:
+    """What a job that trains asks for, by the keys that ask for it."""
+    return (
+        f"asked for: world.nodes {sweep.world.nodes}; on each memory_per_node "
+        f"{cluster.memory_per_node or 'of the cluster'} and, for each of "
+        f"world.processes_per_node {sweep.world.processes_per_node}, cpus_per_process "
+        f"{cluster.cpus_per_process} and gpus_per_process {cluster.gpus_per_process}"
+    )
+
+
+def advice(refusal: str, sweep: Sweep, cluster: Cluster, job: Job) -> str:
     """What to do about a refusal of sbatch whose words do not say it; else nothing."""
     if "job submit limit" in refusal:
         limits = _submit_limits(cluster, job)
@@ -523,10 +535,7 @@ def advice(refusal: str, cluster: Cluster, job: Job) -> str:
     if "Resource temporarily unavailable" in refusal:
         return "; Slurm's queue is full, of all users' jobs (MaxJobCount): the same command, later"
     if "Node count" in refusal or "node configuration" in refusal:
-        return (
-            "; what is asked for: world.nodes nodes, and on each memory_per_node and, for each of "
-            "world.processes_per_node, cpus_per_process and gpus_per_process"
-        )
+        return f"; {_asked_of_nodes(sweep, cluster)}"
     text = ""
     if "--cluster" in refusal:
         clusters = slurm_or_empty("sacctmgr", "-nP", "show", "clusters", "format=cluster")

@@ -169,12 +169,17 @@ def replace_folder(source: Path, destination: Path) -> None:
     """Rename a finished folder, over an older one too, in a way that survives a power cut.
 
     All that it holds reaches the disk first. A file system may write a rename down before the bytes
-    of the files, and a power cut between the two would leave the new name with empty files.
+    of the files, and a power cut between the two would leave the new name with empty files. The
+    older folder is called `.NAME.replaced` meanwhile, and deleted last.
     """
     flush_folder(source)
-    shutil.rmtree(destination, ignore_errors=True)
+    replaced = destination.with_name(f".{destination.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        destination.rename(replaced)
     source.rename(destination)
     _flush_to_disk(destination.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def flush_folder(folder: Path) -> None:

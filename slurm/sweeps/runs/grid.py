@@ -229,7 +229,11 @@ def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) 
             problem = scoring_problem(sweep.backend, train_options)
             if problem is not None:
                 raise InputError(f"{file}: {problem}")
-        config = _config(sweep, sweep.backend, train_options.model_dump(), sweep.world)
+        values = train_options.model_dump()
+        for key, value in values.items():
+            if value == 0 and isinstance(value, float):
+                values[key] = 0.0  # -0.0 is the same setting
+        config = _config(sweep, sweep.backend, values, sweep.world)
         if config.name in runs:
             both = f"{grid_values} and {runs[config.name].grid_values}"
             place = nearest_place("grid", places, file)

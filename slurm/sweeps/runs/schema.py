@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from calibeval.io import read_text
@@ -45,6 +45,13 @@ def _check_time(text: str) -> str:
     return text
 
 
+def _check_memory(value: Any) -> Any:
+    if isinstance(value, int):
+        raise PydanticCustomError("memory", f"write the unit: {value}G (gigabytes)")
+    return value
+
+
+Memory = Annotated[Line, BeforeValidator(_check_memory)]
 Time = Annotated[str, AfterValidator(_check_time)]  # a time limit as sbatch reads it
 
 
@@ -306,7 +313,7 @@ class Sweep(Strict):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
     output_root: str = option(
-        ..., "Folder that holds the folders of sweeps, for example runs/paper."
+        ..., "Folder that holds the folders of sweeps, for example runs/paper.", min_length=1
     )
     backend: str = option(
         "trainer",
@@ -416,7 +423,7 @@ class Cluster(Strict):
         "Type of GPU that is asked for, for example h100 (sbatch --gpus-per-node=TYPE:N); "
         "null takes any.",
     )
-    memory_per_node: Line | None = option(
+    memory_per_node: Memory | None = option(
         None,
         "Memory of a node that a job gets, for example 64G (sbatch --mem); null takes the "
         "cluster's default. Scoring asks for as much.",
