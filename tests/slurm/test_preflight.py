@@ -19,6 +19,7 @@ from calibeval.request import Task
 from calibeval.store import part_of
 from sweeps.launch import assets, preflight, slurm
 from sweeps.runs import scoring
+from sweeps.runs.conversations import conversation
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 from sweeps.training import open_instruct_backend
@@ -834,3 +835,24 @@ def test_a_refusal_of_the_nodes_names_the_keys_that_ask_for_them(
     )
     asked = "500M and, for each of world.processes_per_node 1, cpus_per_process 1 and gpus_per_pro"
     assert asked in printed
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"instruction": "a", "output": "b"},
+    ],
+)
+def test_rows_of_each_usual_form_are_the_same_conversation(row):
+    turns = conversation(row, "here")
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("user", "a"),
+        ("assistant", "b"),
+    ]
+
+
+def test_a_sharegpt_role_that_is_none_is_named():
+    with pytest.raises(InputError, match=r"here: expected .* found .*bing"):
+        conversation({"conversations": [{"from": "bing", "value": "a"}]}, "here")

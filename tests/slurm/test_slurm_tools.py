@@ -10,7 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sweep_tools import CLUSTER, MARKS, command, empty, launch, logs, rows, runs_of, wait_for
+from sweep_tools import (
+    CLUSTER,
+    MARKS,
+    PROJECT,
+    command,
+    empty,
+    launch,
+    logs,
+    rows,
+    runs_of,
+    wait_for,
+)
 
 from sweeps.runs.processes import run_checked
 
@@ -288,3 +299,12 @@ def test_status_follows_and_tells_when_a_run_is_expected_to_start(
     assert "1 queued" in shown and shown.rstrip().endswith("tokens/s"), shown
     assert time.monotonic() - began > 30
     wait_for(empty)
+
+
+def test_a_script_that_is_itself_an_array_finds_its_checkout(cluster, tmp_path):
+    words = ["sbatch", "--wait", "--array=0-1", "--mem=500M", f"--output={tmp_path}/%a.out"]
+    script = PROJECT / "slurm" / "sweep_beta.sh"
+    done = subprocess.run([*words, script, "--dry-run"], cwd=tmp_path, check=False)
+    printed = [(tmp_path / f"{index}.out").read_text() for index in (0, 1)]
+    assert done.returncode == 0, printed
+    assert all(f"{tmp_path}/runs/paper/beta: 6 runs" in text for text in printed), printed

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 from sweep_tools import command, prepare
 
+from calibeval.io import InputError
 from sweeps.results import status
 from sweeps.results.status import Evidence, State, Status
 from sweeps.runs.events import Event, EventKind
+from sweeps.runs.files import closed_by_owner
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import ElementEnd, LiveElement, SubmittedElement
@@ -287,3 +290,30 @@ def test_what_runs_on_a_node_that_was_given_up_is_told(submitted, slurm_says):
         holder.stdin.close()
     assert shown.state is State.RUNNING
     assert "still on gpu07, which Slurm has given up; 14_0 is queued again" in shown.detail
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_another_users_runs_are_unknown_with_whose_they_are_and_what_opens_them(
+    toy_file, monkeypatch
+):
+    """Two users share a folder, and one has umask 077."""
+    with tempfile.TemporaryDirectory() as shared:
+        Path(shared).chmod(0o777)
+        plan = plan_sweep(toy_file(grid={"seed": [1, 2]}, output_root=shared), [])
+        previous = os.umask(0o077)
+        plan.create()
+        os.umask(previous)
+        plan.folder.chmod(0o755)
+        plan.runs[1].path.chmod(0o755)
+        os.seteuid(65534)
+        try:
+            shown = status.table(plan)
+            with pytest.raises(InputError) as refusal:
+                plan.create()
+            told = closed_by_owner(refusal.value)
+        finally:
+            os.seteuid(0)
+    assert "1 unknown · 1 to do" in shown, shown
+    words = f"{plan.runs[0].path} belongs to root and is closed to you: root types "
+    assert f"{words}`chmod -R g+rwX {plan.folder}`, and `umask 002` before each launch" in shown
+    assert told.startswith(f"{plan.runs[0].path} belongs to root and is closed to you: "), told

@@ -12,7 +12,7 @@ from pathlib import Path
 from calibeval.io import InputError, counted
 from sweeps.runs import scoring, slurm_queue, stages
 from sweeps.runs.events import Event, EventKind
-from sweeps.runs.files import is_locked, read_rows, tail
+from sweeps.runs.files import closed_by_owner, is_locked, read_rows, tail
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command
 from sweeps.runs.run import Run
@@ -193,7 +193,8 @@ def of_sweep(plan: SweepPlan) -> tuple[list[Status], SlurmView]:
         try:
             status = of_run(run, slurm, is_launching)
         except (InputError, OSError) as error:
-            status = Status(run.name, State.UNKNOWN, str(error))
+            reason = closed_by_owner(error, plan.folder) or str(error)
+            status = Status(run.name, State.UNKNOWN, _shortened(reason), reason)
         is_baseline = run.config().is_baseline
         if not is_baseline or status.state is not State.DONE:
             statuses.append(status)

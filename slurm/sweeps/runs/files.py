@@ -4,7 +4,9 @@ import contextlib
 import fcntl
 import json
 import os
+import pwd
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -158,6 +160,31 @@ def last_error(lines: list[str]) -> str:
             own_errors.append(match[0])
     best = own_errors or errors_of_other_ranks or errors_of_launchers or lines or ["no output"]
     return best[-1].strip()[:500]
+
+
+def closed_by_owner(error: BaseException, folder: Path | None = None) -> str:
+    """What to say of another user's file that is closed to this one; nothing of another error.
+
+    `folder` is what that user is to open, by default what is closed.
+    """
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(cause, PermissionError) or cause.filename is None:
+        return ""
+    file = Path(os.path.abspath(cause.filename))
+    for place in (file, *file.parents):
+        with contextlib.suppress(OSError):
+            owner = place.stat().st_uid
+            break
+    if owner == os.geteuid():
+        return ""
+    name = str(owner)
+    with contextlib.suppress(KeyError):
+        name = pwd.getpwuid(owner).pw_name
+    opens = shlex.quote(str((folder or place).absolute()))
+    return (
+        f"{place} belongs to {name} and is closed to you: {name} types `chmod -R g+rwX {opens}`, "
+        "and `umask 002` before each launch"
+    )
 
 
 def is_disk_full(folder: Path) -> bool:
