@@ -130,6 +130,16 @@ def test_a_run_that_is_trained_and_scored_apart_is_one_run(three_seeds):
     assert leaving.problems(plan)[0].startswith(f"still stopping, and left out: {name}; later")
 
 
+def test_a_run_that_is_done_and_still_in_the_queue_is_counted_once(three_seeds):
+    plan = plan_sweep(three_seeds, ["score=null"])
+    elements = [
+        LiveElement(f"9_{number}", "RUNNING", "", run.name)
+        for number, run in enumerate(plan.runs[:2])
+    ]
+    present = slurm.Submission({}, "", elements, [], [], [])
+    assert present.describe_present(plan) == "1 done, 1 queued or running"
+
+
 def script_with(three_seeds: Path, *extra: str, **keys) -> str:
     """The script of the first job of a sweep under a profile with these extra options."""
     plan = plan_sweep(three_seeds, [])

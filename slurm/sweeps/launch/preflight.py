@@ -21,7 +21,7 @@ from sweeps.runs import scoring
 from sweeps.runs.backend import load_backend, trains_on_several_nodes
 from sweeps.runs.conversations import conversations
 from sweeps.runs.files import found_path
-from sweeps.runs.grid import SweepPlan, launch_folder
+from sweeps.runs.grid import PATH_KEYS, SweepPlan, launch_folder
 from sweeps.runs.processes import cli_command, run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, load_cluster, one_line
@@ -205,15 +205,17 @@ def _launched_elsewhere(plan: SweepPlan) -> Iterator[str]:
     place = launch_folder(plan.folder)
     if place is None or place == Path.cwd():
         return
-    for run in plan.runs:
-        for value in run.config().train.values():
-            is_relative = isinstance(value, str) and value and not os.path.isabs(value)
-            if is_relative and (os.path.exists(value) or (place / value).exists()):
-                yield (
-                    f"{value}: {plan.folder.absolute()} was launched from {place}, where its "
-                    f"relative paths begin: cd {shlex.quote(str(place))}, or give this sweep "
-                    "another name"
-                )
+    paths = [run.config().train.get(key) for run in plan.runs for key in PATH_KEYS]
+    if plan.sweep.score is not None:
+        paths += [task.data for task in plan.sweep.score.tasks]
+    for path in dict.fromkeys(paths):
+        if not path or os.path.isabs(path):
+            continue
+        if os.path.exists(path) or (place / path).exists():
+            yield (
+                f"{path}: {plan.folder.absolute()} was launched from {place}, where its relative "
+                f"paths begin: cd {shlex.quote(str(place))}, or give this sweep another name"
+            )
 
 
 def _unwritable(plan: SweepPlan) -> Iterator[str]:

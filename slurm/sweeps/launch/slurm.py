@@ -149,15 +149,21 @@ def _train_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> li
     trainers: list[int] = []  # the positions of the arrays so far
     scorers: list[int] = []
     for part in _parts(names, array_limit):
-        trainer = len(jobs)
-        jobs.append(
-            Job(JobKind.TRAIN, part, None, _awaited(sweep, trainers, array_limit), is_array)
-        )
+        after = _awaited(sweep, trainers, array_limit)
+        trainers.append(len(jobs))
+        jobs.append(Job(JobKind.TRAIN, part, after_array=after, is_array=is_array))
         if scored_apart:
             after = _awaited(sweep, scorers, array_limit)
-            jobs.append(Job(JobKind.SCORE, part, trainer, after, is_array))
-            scorers.append(trainer + 1)
-        trainers.append(trainer)
+            scorers.append(len(jobs))
+            jobs.append(
+                Job(
+                    JobKind.SCORE,
+                    part,
+                    trained_by=trainers[-1],
+                    after_array=after,
+                    is_array=is_array,
+                )
+            )
     return jobs
 
 
@@ -170,7 +176,7 @@ def _score_arrays(
     for part in _parts(names, array_limit):
         after = _awaited(sweep, scorers, array_limit)
         scorers.append(first_position + len(jobs))
-        jobs.append(Job(JobKind.SCORE, part, None, after, is_array=array_limit != 0))
+        jobs.append(Job(JobKind.SCORE, part, after_array=after, is_array=array_limit != 0))
     return jobs
 
 
