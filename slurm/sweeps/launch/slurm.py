@@ -598,7 +598,7 @@ def cancel(plan: SweepPlan, of_whole_folder: bool) -> tuple[list[LiveElement], l
     cancelled = _of_plan(plan, live)
     others = [element for element in live if element.run is not None and element not in cancelled]
     if of_whole_folder or not others:
-        cancelled = live
+        cancelled = sorted(live, key=lambda element: element.run is None)
         others = []
     labels_on: dict[str | None, list[str]] = {}
     for element in cancelled:
