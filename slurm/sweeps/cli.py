@@ -100,7 +100,6 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tables use a thread for each record file
-    _enter_launch_folder(parsed)
     from calibeval.io import CONTINUES, finish
 
     after_ctrl_c = CONTINUES if parsed.command == "launch" else "stopped"
@@ -114,6 +113,7 @@ def _run(parsed: argparse.Namespace) -> int | None:
 
     command: Command = parsed.function
     try:
+        _enter_launch_folder(parsed)
         return command(parsed)
     except (InputError, OSError) as error:
         words = closed_by_owner(error)

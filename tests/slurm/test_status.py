@@ -14,6 +14,7 @@ from sweep_tools import command, prepare
 from calibeval.io import InputError
 from sweeps.results import status
 from sweeps.results.status import Evidence, State, Status
+from sweeps.runs import slurm_queue
 from sweeps.runs.events import Event, EventKind
 from sweeps.runs.files import closed_by_owner
 from sweeps.runs.grid import plan_sweep
@@ -302,18 +303,22 @@ def test_another_users_runs_are_unknown_with_whose_they_are_and_what_opens_them(
         plan = plan_sweep(toy_file(grid={"seed": [1, 2]}, output_root=shared), [])
         previous = os.umask(0o077)
         plan.create()
+        submit(plan.runs[0], "aaaaaa", "train", "14")
         os.umask(previous)
         plan.folder.chmod(0o755)
+        (plan.folder / "jobs").chmod(0o755)
         plan.runs[1].path.chmod(0o755)
         os.seteuid(65534)
         try:
             shown = status.table(plan)
+            with pytest.raises(PermissionError):
+                slurm_queue.live_elements(plan.folder)
             with pytest.raises(InputError) as refusal:
                 plan.create()
             told = closed_by_owner(refusal.value)
         finally:
             os.seteuid(0)
-    assert "1 unknown · 1 to do" in shown, shown
-    words = f"{plan.runs[0].path} belongs to root and is closed to you: root types "
+    assert "1 unknown · 1 to do" in shown and "what is queued is not known" in shown, shown
+    words = f"belongs to root and is closed to you: {plan.runs[0].path}: root types "
     assert f"{words}`chmod -R g+rwX {plan.folder}`, and `umask 002` before each launch" in shown
-    assert told.startswith(f"{plan.runs[0].path} belongs to root and is closed to you: "), told
+    assert told.startswith(f"belongs to root and is closed to you: {plan.runs[0].path}: "), told

@@ -71,17 +71,18 @@ class SlurmView:
 def ask_slurm(plan: SweepPlan) -> SlurmView:
     """Ask Slurm about the runs that were submitted and have something left to do."""
     stage_of = _next_stages(plan)
-    elements = slurm_queue.submitted_elements(plan.folder)
-    submitted = {
-        name: _element_for(stage_of[name], elements[name]) for name in stage_of if name in elements
-    }
+    submitted: dict[str, SubmittedElement] = {}
     elements_in_queue: list[LiveElement] = []
     error = ""
-    if submitted:
-        try:
+    try:
+        elements = slurm_queue.submitted_elements(plan.folder)
+        for name, stage in stage_of.items():
+            if name in elements:
+                submitted[name] = _element_for(stage, elements[name])
+        if submitted:
             elements_in_queue = slurm_queue.live_elements(plan.folder)
-        except InputError as refusal:
-            error = str(refusal)
+    except (InputError, PermissionError) as refusal:
+        error = closed_by_owner(refusal, plan.folder) or str(refusal)
     live_element_of = {}
     collect_job = None
 

@@ -180,9 +180,11 @@ def closed_by_owner(error: BaseException, folder: Path | None = None) -> str:
     name = str(owner)
     with contextlib.suppress(KeyError):
         name = pwd.getpwuid(owner).pw_name
-    opens = shlex.quote(str((folder or place).absolute()))
+    if folder is None:
+        folder = place if place.is_dir() else place.parent
+    opens = shlex.quote(str(folder.absolute()))
     return (
-        f"{place} belongs to {name} and is closed to you: {name} types `chmod -R g+rwX {opens}`, "
+        f"belongs to {name} and is closed to you: {place}: {name} types `chmod -R g+rwX {opens}`, "
         "and `umask 002` before each launch"
     )
 

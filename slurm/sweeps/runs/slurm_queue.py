@@ -156,7 +156,7 @@ def live_elements(folder: Path) -> list[LiveElement]:
 
     Raises InputError if squeue does not answer, or a list of an array's runs was cut.
     """
-    names_files = list(folder.glob("jobs/*/names"))
+    names_files = _names_files(folder)
     # Several users may launch in a folder that they share.
     users = {os.getuid()}
     users.update(file.stat().st_uid for file in names_files)
@@ -181,6 +181,20 @@ def live_elements(folder: Path) -> list[LiveElement]:
             if match is not None and match["tag"] in names_of_tag:
                 elements.append(_live_element(match, folder, names_of_tag, cluster))
     return elements
+
+
+def _names_files(folder: Path) -> list[Path]:
+    """The lists of runs of a sweep's jobs; raises PermissionError if another user keeps one closed.
+
+    A glob would leave that out in silence, and its jobs would be queued again.
+    """
+    files = []
+    with contextlib.suppress(FileNotFoundError):
+        for tag in os.listdir(folder / "jobs"):
+            file = folder / "jobs" / tag / "names"
+            if file.exists():
+                files.append(file)
+    return files
 
 
 def _live_element(
@@ -249,8 +263,7 @@ def largest_array(cluster: str | None) -> int | None:
 def submitted_elements(folder: Path) -> dict[str, list[SubmittedElement]]:
     """The elements that were submitted for each run, by its name, in the order of submission."""
     elements: dict[str, list[SubmittedElement]] = {}
-    names_files = folder.glob("jobs/*/names")
-    for names_file in sorted(names_files, key=lambda path: path.stat().st_mtime_ns):
+    for names_file in sorted(_names_files(folder), key=lambda path: path.stat().st_mtime_ns):
         job_folder = names_file.parent
         script = ""
         with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
