@@ -103,10 +103,10 @@ def main(arguments: list[str] | None = None) -> int:
     from calibeval.io import CONTINUES, finish
 
     after_ctrl_c = CONTINUES if parsed.command == "launch" else "stopped"
-    return finish(lambda: _run(parsed), after_ctrl_c)
+    return finish(lambda: _run_command(parsed), after_ctrl_c)
 
 
-def _run(parsed: argparse.Namespace) -> int | None:
+def _run_command(parsed: argparse.Namespace) -> int | None:
     """Run the command; of another user's files that are closed, say whose they are."""
     from calibeval.io import InputError
     from sweeps.runs.files import closed_by_owner

@@ -164,10 +164,10 @@ def live_elements(folder: Path) -> list[LiveElement]:
     for file in names_files:
         job_folders.setdefault(cluster_of_job(file.parent), []).append(file.parent)
     elements = []
-    for cluster, folders in job_folders.items():
-        names_of_tag = {
-            folder.name: (folder / "names").read_text().splitlines() for folder in folders
-        }
+    for cluster, folders_there in job_folders.items():
+        names_of_tag = {}
+        for job_folder in folders_there:
+            names_of_tag[job_folder.name] = (job_folder / "names").read_text().splitlines()
         listed = run_checked(
             "squeue",
             "--noheader",
@@ -189,7 +189,7 @@ def _names_files(folder: Path) -> list[Path]:
     A glob would leave that out in silence, and its jobs would be queued again.
     """
     files = []
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for tag in os.listdir(folder / "jobs"):
             file = folder / "jobs" / tag / "names"
             if file.exists():
