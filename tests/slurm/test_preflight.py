@@ -856,3 +856,10 @@ def test_rows_of_each_usual_form_are_the_same_conversation(row):
 def test_a_sharegpt_role_that_is_none_is_named():
     with pytest.raises(InputError, match=r"here: expected .* found .*bing"):
         conversation({"conversations": [{"from": "bing", "value": "a"}]}, "here")
+
+
+def test_an_sbatch_that_prints_no_id_is_no_refusal(toy_file, profile, programs):
+    programs(sbatch="echo Welcome to 2026", squeue="")
+    printed = launch(toy_file(cluster=profile()), "--executor", "slurm", code=2)
+    words = "sbatch has printed no job's id: 'Welcome to 2026'; the same command finds what it"
+    assert words in printed, printed
