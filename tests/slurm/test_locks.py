@@ -81,7 +81,8 @@ def test_a_block_that_fails_gives_its_lock_back(tmp_path):
 
 def test_the_older_folder_is_deleted_only_once_the_new_one_is_in_its_place(tmp_path, monkeypatch):
     """A power cut between the deletion and the rename lost both."""
-    source, destination = tmp_path / "part", tmp_path / "model"
+    source = tmp_path / "part"
+    destination = tmp_path / "model"
     for folder, text in ((source, "new"), (destination, "old")):
         folder.mkdir()
         (folder / "state").write_text(text)

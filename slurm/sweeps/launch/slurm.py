@@ -181,7 +181,7 @@ def _score_arrays(
 
 
 def _awaited(sweep: Sweep, before: list[int], array_limit: int | None) -> int | None:
-    """The position of the array for which the next one waits, so that the throttle holds.
+    """Return the position of the array for which the next one waits, so that the throttle holds.
 
     Of several arrays one runs at a time; of jobs without arrays, as many as the throttle says.
     """
@@ -482,7 +482,10 @@ def call_sbatch(sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path) -> s
 
 
 def _job_id(answer: str) -> str:
-    """The id in an answer of sbatch: its last line that is one, as a wrapper may print a banner."""
+    """Find the id in what sbatch printed: the last line that is one, after a wrapper's banner.
+
+    Raises NoAnswerOfSbatch if there is none.
+    """
     ids = re.findall(r"^(\d+)(?:;\S+)?\s*$", answer, re.MULTILINE)
     if not ids:
         raise NoAnswerOfSbatch(
@@ -521,7 +524,7 @@ def _wait_for_sbatch(process: subprocess.Popen) -> None:
 
 
 def _asked_of_nodes(sweep: Sweep, cluster: Cluster) -> str:
-    """What a job that trains asks for, by the keys that ask for it."""
+    """Say what a job that trains asks for, by the keys that ask for it."""
     return (
         f"asked for: world.nodes {sweep.world.nodes}; on each memory_per_node "
         f"{cluster.memory_per_node or 'of the cluster'} and, for each of "
@@ -556,7 +559,7 @@ def advice(refusal: str, sweep: Sweep, cluster: Cluster, job: Job) -> str:
 
 
 def _own_associations(cluster: Cluster, columns: str) -> str:
-    """What sacctmgr lists in these columns of this user's accounts."""
+    """List this user's accounts in these columns, as sacctmgr prints them."""
     words = ["-nP", "show", "associations", f"user={getpass.getuser()}", f"format={columns}"]
     if cluster.clusters is not None:  # sacctmgr has no option --clusters
         words.append(f"cluster={cluster.clusters}")
@@ -613,7 +616,7 @@ def cancel(plan: SweepPlan, of_whole_folder: bool) -> tuple[list[LiveElement], l
 
 
 def _by_array(labels: list[str]) -> list[str]:
-    """Labels as scancel takes them at once: 12_[0,3] of 12_0 and 12_3, and 13 of a job alone."""
+    """Spell labels as scancel takes them at once: 12_[0,3] for 12_0 and 12_3; 13 stays 13."""
     words = []
     indices_of_array: dict[str, list[str]] = {}
     for label in labels:

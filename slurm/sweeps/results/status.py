@@ -395,7 +395,7 @@ def _why_pending(element: LiveElement, evidence: Evidence) -> str:
 
 
 def _expected_start(element: LiveElement) -> str:
-    """When Slurm expects a pending element to start; nothing where it does not say."""
+    """Say when Slurm expects a pending element to start; nothing where it does not tell."""
     with contextlib.suppress(ValueError):  # N/A
         return f"starts about {datetime.fromisoformat(element.start):%d %b %H:%M}"
     return ""

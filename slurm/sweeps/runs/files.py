@@ -163,7 +163,7 @@ def last_error(lines: list[str]) -> str:
 
 
 def closed_by_owner(error: BaseException, folder: Path | None = None) -> str:
-    """What to say of another user's file that is closed to this one; nothing of another error.
+    """Say whose file is closed to this user, and what opens it; say nothing of another error.
 
     `folder` is what that user is to open, by default what is closed.
     """

@@ -74,7 +74,7 @@ class SweepPlan:
         write_text(file, dump_yaml(escape_dollars(self.sweep.model_dump(mode="json"))))
 
     def joined_sweep(self) -> str:
-        """What to say where the folder has the runs of another sweep file, as a copy's has."""
+        """Say so where the folder has the runs of another sweep file, as a copy's has."""
         sweep_file = Path(self.typed[0]).absolute()
         _, joined = _launched_in(self.folder)
         if joined is None or not sweep_file.is_file() or joined == sweep_file:
@@ -111,7 +111,7 @@ def _launched_in(sweep_folder: Path) -> tuple[Path | None, Path | None]:
 
 
 def launch_folder(folder: Path) -> Path | None:
-    """Where the relative paths of a sweep begin, whose folder or run this is; None if unknown."""
+    """Tell where the relative paths of a sweep begin, whose folder, or run's folder, this is."""
     place, _ = _launched_in(folder.parent if _is_run_folder(folder) else folder)
     return place
 
@@ -168,7 +168,7 @@ def _is_run_folder(source: Path) -> bool:
 
 
 def _only(folder: Path, plan: SweepPlan, assignments: list[str]) -> SweepPlan:
-    """The plan of one run, which need not be one of those that the last launch has asked for."""
+    """Plan one run, which need not be one of those that the last launch has asked for."""
     for assignment in assignments:
         if re.match(r"(train|grid|world|backend)\b", assignment):
             raise InputError(

@@ -44,7 +44,7 @@ class NoAnswer(ProgramError):
 
 
 def shell_variables(names: Iterable[str] = LOGIN_VARIABLES) -> dict[str, str]:
-    """Those of this shell's variables that have these names."""
+    """Return this shell's variables of these names, as far as they are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

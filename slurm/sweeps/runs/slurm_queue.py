@@ -313,7 +313,7 @@ class ElementEnd:
 
     @property
     def remedy(self) -> str:
-        """What to do about such an end, as far as it tells; else nothing."""
+        """Say what to do about such an end, as far as it tells."""
         if self.could_not_write:
             return (
                 "the sweep's folder must be at this path on all nodes, and writable there; was it "
