@@ -166,7 +166,7 @@ def runs_table(plan: SweepPlan, runs: list[Run]) -> list[dict[str, Any]]:
     rows = []
     for run in trained:
         shown = status_of[run.name]
-        values = run.config().train_values()
+        values = run.config().train
         rows.append(
             {
                 "run": run.name,
