@@ -18,6 +18,6 @@
 # sbatch runs a copy of this file from its spool folder; where it lies is the job's Command=.
 project=$(cd "$(dirname "$0")/.." && pwd)
 [[ -f $project/slurm/sweeps.sh ]] || project=$(scontrol show job "$SLURM_JOB_ID" |
-    sed -n 's|^ *Command=\(.*\)/slurm/sweep_lr\.sh.*|\1|p')
+    sed -n 's|^ *Command=\(.*\)/slurm/sweep_lr\.sh.*|\1|p' | head -n 1)
 command=launch config=configs/sweeps/lr.yaml
 source "$project/slurm/sweeps.sh"

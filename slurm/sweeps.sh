@@ -43,13 +43,15 @@ if [[ -z ${PYTHON:-} ]]; then
     [[ -x $project/.venv/bin/python ]] && PYTHON=$project/.venv/bin/python
     [[ -n $active && -x $active/bin/python ]] && PYTHON=$active/bin/python
 fi
-serves() { "$1" -c 'import pydantic, yaml, submitit' 2>/dev/null; }
+import='import pydantic, yaml, submitit'
+serves() { "$1" -c "$import" 2>/dev/null; }
 serves "$PYTHON" || {
     mend="'make setup' in $project, or PYTHON=/path/to/python"
     serves "$project/.venv/bin/python" && mend="PYTHON=$project/.venv/bin/python in front of the command"
-    reason="lacks this project's packages"
     code=0
-    words=$("$PYTHON" -c '' 2>&1) || code=$?
+    words=$("$PYTHON" -c "$import" 2>&1) || code=$?
+    reason="lacks this project's packages (${words##*$'\n'})"
+    [[ $words == *ModuleNotFoundError* ]] || reason="cannot import this project's packages: ${words##*$'\n'}"
     ((code != 126 && code != 127)) || reason="cannot be run: ${words##*: }" # the shell says why
     echo "error: $PYTHON $reason; $mend" >&2
     exit 2

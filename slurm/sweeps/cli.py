@@ -11,6 +11,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +20,8 @@ if TYPE_CHECKING:
     from sweeps.runs.grid import SweepPlan
     from sweeps.runs.run import Run
 
-# The folder above slurm/ in a checkout, where paths inside sweep files begin. This package may lie
-# elsewhere, installed or as the snapshot that a job runs: then there is no slurm/, and paths begin
-# where the command is typed.
-PROJECT = Path(__file__).resolve().parents[2]
+CLEAR_SCREEN = "\033[H\033[2J"
+FOLLOW_PAUSE = 30  # seconds between the tables of `status --follow`
 RUN_PATIENCE = 30  # seconds to wait for another process that trains or scores the same run
 
 Command = Callable[[argparse.Namespace], int | None]
@@ -46,10 +45,14 @@ def parser() -> argparse.ArgumentParser:
     status = add(
         "status", _status, "every run of a sweep: to do, what it is doing, done, or why it died"
     )
+    status.add_argument(
+        "--follow", action="store_true", help=f"again every {FOLLOW_PAUSE} s, until all have ended"
+    )
+    logs = add("logs", _logs, "the last lines of one run's logs: its job's, and of its stages")
     cancel = add("cancel", _cancel, "scancel its jobs on Slurm; running trainers save first")
     collect = add("collect", _collect, "make the tables; exit 1 while there are gaps")
     prefetch = add("prefetch", _prefetch, "fetch models and data, where there is internet")
-    for command in (launch, status, cancel, collect, prefetch):
+    for command in (launch, status, logs, cancel, collect, prefetch):
         _add_sweep(command)
     launch.add_argument(
         "--executor",
@@ -75,13 +78,13 @@ def _add_sweep(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "sweep",
         metavar="SWEEP",
-        type=_path_in_project,
-        help="a sweep file, for example configs/sweeps/beta.yaml, or a sweep's folder",
+        type=_typed_path,
+        help="a sweep file, for example configs/sweeps/beta.yaml, or a sweep's or a run's folder",
     )
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="dotted overrides", default=[]
     )
-    command.add_argument("--cluster", type=_path_in_project, help="a profile of configs/cluster")
+    command.add_argument("--cluster", type=_typed_path, help="a profile of configs/cluster")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,12 +100,26 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tables use a thread for each record file
-    if _is_checkout():
-        os.chdir(PROJECT)  # paths inside a sweep file begin there; `_path_in_project` counts on it
     from calibeval.io import CONTINUES, finish
 
     after_ctrl_c = CONTINUES if parsed.command == "launch" else "stopped"
-    return finish(lambda: parsed.function(parsed), after_ctrl_c)
+    return finish(lambda: _run_command(parsed), after_ctrl_c)
+
+
+def _run_command(parsed: argparse.Namespace) -> int | None:
+    """Run the command; of another user's files that are closed, say whose they are."""
+    from calibeval.io import InputError
+    from sweeps.runs.files import closed_by_owner
+
+    command: Command = parsed.function
+    try:
+        _enter_launch_folder(parsed)
+        return command(parsed)
+    except (InputError, OSError) as error:
+        words = closed_by_owner(error)
+        if words:
+            raise InputError(words) from error
+        raise
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -126,30 +143,33 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         if parsed.cluster:
             from sweeps.runs.yaml_io import assignment
 
-            words.append(assignment("cluster", str(parsed.cluster)))
+            words.append(assignment("cluster", str(parsed.cluster.absolute())))
         parsed.overrides = words
     return parsed
 
 
-def _is_checkout() -> bool:
-    """Whether this package lies in a checkout of the project: see `PROJECT`."""
-    return (PROJECT / "slurm").is_dir()
+def _typed_path(typed: str) -> Path:
+    """A path of the command line: see `found_path`."""
+    from sweeps.runs.files import found_path
+
+    return found_path(typed)
 
 
-def _path_in_project(typed: str) -> Path:
-    """Turn a typed path into one that means the same once `main` is in the project's folder.
+def _enter_launch_folder(parsed: argparse.Namespace) -> None:
+    """Go where the launch of a folder was typed: relative paths of its sweep begin there.
 
-    A path is read from the folder where it was typed; if nothing is there, from the project's.
-    Outside of a checkout, where `main` stays in the first, there is no other.
+    Those of a sweep file begin where this command is typed.
     """
-    path = Path(os.path.abspath(os.path.expanduser(typed)))  # bash leaves the ~ of --cluster=~/x
-    if not _is_checkout():
-        return path
-    if not os.path.exists(path) and os.path.exists(PROJECT / typed):
-        return Path(typed)
-    if path.is_relative_to(PROJECT):
-        return path.relative_to(PROJECT)
-    return path
+    from sweeps.runs.grid import launch_folder
+
+    folder = getattr(parsed, "sweep", None) or getattr(parsed, "folder", None)
+    if folder is None or not os.path.isdir(folder):
+        return
+    if hasattr(parsed, "sweep"):
+        parsed.sweep = folder.absolute()
+    remembered = launch_folder(folder)
+    if remembered is not None:
+        os.chdir(remembered)
 
 
 def _plan(parsed: argparse.Namespace) -> "SweepPlan":
@@ -184,6 +204,9 @@ def _launch(parsed: argparse.Namespace) -> int:
         executor = "slurm" if shutil.which("sbatch") else "local"
     if parsed.scripts and parsed.executor == "local":
         raise InputError("--scripts: without Slurm there are none; leave out --executor local")
+    note = plan.joined_sweep()
+    if note:
+        print(note, file=sys.stderr)
     problems = preflight.problems(plan, executor)
     if parsed.dry_run:
         _dry_run(plan, problems)
@@ -195,6 +218,7 @@ def _launch(parsed: argparse.Namespace) -> int:
         raise InputError("--scripts: prints what --dry-run would submit; add --dry-run")
     if problems:
         raise InputError("\n       ".join([f"{parsed.sweep}:", *problems]))
+    print(f"folder: {plan.folder.absolute()}", flush=True)
     if executor == "slurm":
         return _launch_on_slurm(plan)
     return _launch_here(plan)
@@ -254,15 +278,43 @@ def _launch_here(plan: "SweepPlan") -> int:
 def _status(parsed: argparse.Namespace) -> None:
     from sweeps.results import status
 
-    print(status.table(_plan_to_look_at(parsed)))
+    plan = _plan_to_look_at(parsed)
+    text, goes_on = status.table_of_now(plan)
+    clear = CLEAR_SCREEN if parsed.follow and sys.stdout.isatty() else ""
+    while parsed.follow and goes_on:
+        print(f"{clear}{text}", flush=True)
+        time.sleep(FOLLOW_PAUSE)
+        text, goes_on = status.table_of_now(plan)
+    print(f"{clear}{text}")
+
+
+def _logs(parsed: argparse.Namespace) -> None:
+    from calibeval.io import InputError
+    from sweeps.results import status
+
+    plan = _plan_to_look_at(parsed)
+    runs = plan.baselines_and_runs
+    if len(runs) != 1:
+        names = "".join(f"\n       {run.path.absolute()}" for run in runs)
+        raise InputError(f"{parsed.sweep}: {len(runs)} runs; type the folder of one:{names}")
+    print(status.logs(plan.folder, runs[0]))
 
 
 def _cancel(parsed: argparse.Namespace) -> None:
     from sweeps.launch import slurm
+    from sweeps.runs.processes import cli_command
 
     plan = _plan_to_look_at(parsed)
-    cancelled = slurm.cancel(plan)
-    print(f"cancelled: {', '.join(cancelled) or 'no job'}", flush=True)
+    is_whole_folder = parsed.sweep == plan.folder and not parsed.overrides
+    cancelled, left = slurm.cancel(plan, is_whole_folder)
+    for element in cancelled:
+        print(f"cancelled {element.label}: {element.run or 'the job that makes the tables'}")
+    if not cancelled:
+        print("cancelled: no job")
+    if left:
+        print(f"still queued or running, and not asked for: {', '.join(left)}", file=sys.stderr)
+        print(f"to cancel all: {cli_command('cancel', plan.folder)}", file=sys.stderr)
+    sys.stdout.flush()
     # A launch that runs without Slurm is not cancelled: the command ends with how to end that one.
     slurm.refuse_a_launch_here(plan)
 

@@ -6,6 +6,8 @@
 #                      account: accounts are enforced, and this one is yours
 #                      grace: the partition `urgent` preempts `all`, whose jobs get so many seconds
 #                      array, jobs, age: MaxArraySize, MaxJobCount, MinJobAge
+#                      name: the cluster's name; beside: the folder of a Slurm with an account,
+#                      whose slurmdbd and munge this one shares, so that --clusters finds both
 #   tests/slurm/cluster.sh restart-slurmd DIR  what an administrator does under running jobs
 #   tests/slurm/cluster.sh kill-slurmd DIR NODE  what a crash does: slurmd alone is gone …
 #   tests/slurm/cluster.sh start-slurmd DIR    … and those that are gone are back
@@ -17,6 +19,7 @@
 # Needs root, and: apt-get install slurm-wlm munge; for an account also: slurmdbd mariadb-server
 set -euo pipefail
 action=${1:?see the head of this file} dir=${2:?a folder for state and logs} nodes=1 account="" grace=""
+name=test beside=""
 array=2001 jobs=20000 age=300
 [[ $action != start ]] || for option in "${@:3}"; do declare "$option"; done
 mkdir -p "$dir" && dir=$(cd "$dir" && pwd)
@@ -122,7 +125,8 @@ start)
     fi
     mkdir -p "$dir"/{state,spool,munge}
     for i in $(seq 1 "$nodes"); do mkdir -p "$dir/spool/n$i"; done
-    if ! alive "$dir/munge/munged.pid"; then
+    munge=${beside:-$dir}/munge
+    if ! alive "$munge/munged.pid"; then
         [[ -s $dir/munge/key ]] || (umask 077 && head -c 1024 /dev/urandom >"$dir/munge/key")
         # --force: the folder may lie below a world-writable /tmp, which is fine for a test.
         munged --force --socket="$dir/munge/socket" --key-file="$dir/munge/key" \
@@ -130,20 +134,24 @@ start)
             --seed-file="$dir/munge/seed" 2>/dev/null
     fi
     accounting=AccountingStorageType=accounting_storage/none
-    [[ -z $account ]] || accounting=$(start_database)
+    if [[ -n $beside ]]; then
+        accounting=$(grep '^AccountingStorage' "$beside/slurm.conf")
+    elif [[ -n $account ]]; then
+        accounting=$(start_database)
+    fi
     # Slurms beside each other on this machine, one for each worker of pytest-xdist, count their jobs
     # from different numbers: a job's number decides where the search for its port begins.
     worker=${PYTEST_XDIST_WORKER:-gw0}
     cores=$(nproc --all) memory=$(awk '/MemTotal/ {print int($2 / 1024 * 0.9)}' /proc/meminfo)
     {
         cat <<END
-ClusterName=test
+ClusterName=$name
 FirstJobId=$((1 + 1000 * ${worker#gw}))
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmctldPort=$(free_port)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket=$dir/munge/socket,cred_expire=15
+AuthInfo=socket=$munge/socket,cred_expire=15
 CryptoType=crypto/munge
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$dir/spool/%n
@@ -180,11 +188,11 @@ END
         fi
     } >"$SLURM_CONF"
     if [[ -n $account ]]; then
-        slurmdbd
+        [[ -n $beside ]] || slurmdbd
         until_ sacctmgr --noheader show cluster
-        sacctmgr --immediate --quiet add cluster test || true
-        sacctmgr --immediate --quiet add account "$account"
-        sacctmgr --immediate --quiet add user root account="$account"
+        sacctmgr --immediate --quiet add cluster "$name" || true
+        sacctmgr --immediate --quiet add account "$account" cluster="$name"
+        sacctmgr --immediate --quiet add user root account="$account" cluster="$name"
     fi
     slurmctld -c -L "$dir/slurmctld.log"
     start_slurmd

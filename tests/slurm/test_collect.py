@@ -184,3 +184,14 @@ def test_a_full_disk_is_named_and_the_same_command_continues(sweep_file, disk):
     remount(disk, "ro")
     printed = launch(path, "--executor", "local", f"output_root={disk}", "grid.seed=[9]", code=2)
     assert "Read-only file system" in printed and "Traceback" not in printed
+
+
+def test_runs_csv_has_all_runs_of_the_folder_as_the_tables_have(toy_file):
+    path = toy_file(grid={"seed": [1, 2, 3]})
+    for seed in (1, 2):
+        (run,) = plan_sweep(path, [f"grid.seed=[{seed}]"]).runs
+        finish_training(run, held_out_loss=1.0)
+    plan = plan_sweep(path, ["grid.seed=[2]"])
+    collect.collect(plan)
+    rows = read_csv(plan.folder / "results" / "runs.csv")
+    assert [row["seed"] for row in rows] == ["2", "1"]

@@ -12,11 +12,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, model_validator
-from sweep_tools import PROJECT, command
+from sweep_tools import PROJECT, command, launch
 
 from calibeval.io import InputError
 from calibeval.request import Strict
 from sweeps import cli
+from sweeps.runs import files
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster, Sweep, load_cluster
 from sweeps.runs.yaml_io import dump_yaml, key_error, parse
@@ -90,6 +91,8 @@ def test_what_a_file_has_wrong_comes_with_its_line(toy_file, monkeypatch, keys, 
         ("grid.label_smoothing=[]", "grid.label_smoothing: found []"),
         ("train.label_smoothing=0.1", "grid.label_smoothing: is given in `train` too"),
         ("grid.seed=[1, 1]", "are the same run; drop one"),
+        ("grid.label_smoothing=[0.0, -0.0]", "are the same run; drop one"),
+        ("output_root=''", "output_root: found '': String should have at least 1 character"),
         ("backend=nothing", "'nothing' is none of trainer, open-instruct"),
         ("backend=json", "no module that trains: it has no `Train`"),
         ("score.select_on=other", "'other' is none of ['mmlu', 'held_out_loss']"),
@@ -211,7 +214,11 @@ def test_a_folder_that_no_launch_has_made_is_no_sweep(tmp_path):
     ("text", "message"),
     [
         ("partitoin: gpu", "partitoin: unknown key"),
-        ("time: 12", "Input should be a valid string"),
+        ("time: 12", "time: found 12, a number or yes/no: write it as text: '12'"),
+        ("account: 2024", "account: found 2024, a number or yes/no: write it as text: '2024'"),
+        ("memory_per_node: 4", "memory_per_node: found 4: write the unit: 4G (gigabytes)"),
+        ("clusters: a,b", "clusters: found 'a,b': String should match pattern"),
+        ("extra: [--clusters=a]", "--clusters is not for profiles: name the cluster in clusters"),
         (
             "score_time: 12 hours",
             "score_time: found '12 hours': write 12:00:00 (hours) or 1-00:00 (days-hours:minutes)",
@@ -426,15 +433,52 @@ def test_an_extra_time_limit_replaces_the_profiles_own(tmp_path):
     assert load_cluster(str(file)).time == "4"
 
 
-def test_outside_of_a_checkout_a_path_is_read_where_it_was_typed(tmp_path, monkeypatch):
-    """One below the folder that would hold slurm/ became relative to that folder."""
+@pytest.mark.parametrize("is_checkout", [True, False])
+def test_a_path_begins_where_it_is_typed_and_shipped_files_are_found_from_anywhere(
+    tmp_path, monkeypatch, is_checkout
+):
+    project = tmp_path / "project"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (tmp_path / "mine.yaml").touch()
-    monkeypatch.setattr(cli, "PROJECT", tmp_path)
+    (project / "slurm" if is_checkout else project).mkdir(parents=True)
+    for file in (elsewhere / "mine.yaml", project / "mine.yaml", project / "shipped.yaml"):
+        file.touch()
+    monkeypatch.setattr(files, "PROJECT", project)
     monkeypatch.chdir(elsewhere)
-    assert cli._path_in_project("../mine.yaml") == tmp_path / "mine.yaml"
-    assert cli._path_in_project("mine.yaml") == elsewhere / "mine.yaml"
+    assert files.found_path("mine.yaml") == Path("mine.yaml")
+    shipped = project / "shipped.yaml" if is_checkout else Path("shipped.yaml")
+    assert files.found_path("shipped.yaml") == shipped
+
+
+def test_relative_paths_begin_where_a_launch_is_typed_and_its_folder_remembers_that(
+    toy_file, tmp_path, monkeypatch
+):
+    path = toy_file(grid={"seed": [1]}, train={"train_file": "chats.jsonl"}, output_root="out")
+    places = [tmp_path / "here", tmp_path / "there"]
+    for place in places:
+        place.mkdir()
+        (place / "chats.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    here, there = places
+    printed = launch(path, "--executor", "local", cwd=here)
+    folder = here / "out" / "toy"
+    assert printed.startswith(f"folder: {folder}\n"), printed
+    log = (plan_sweep(folder, []).runs[0].path / "train.log").read_text()
+    assert f"device: none in {here}, from" in log
+    # A folder's paths begin where it was launched, wherever it is named.
+    relative = os.path.relpath(folder, there)
+    assert "1 done" in launch(relative, "--dry-run", cwd=there)
+    printed = launch(path, "--dry-run", f"output_root={here / 'out'}", cwd=there)
+    remedy = f"was launched from {here}, where its relative paths begin: cd {here}, or give"
+    assert f"chats.jsonl: {folder} {remedy}" in printed, printed
+
+
+def test_a_copy_of_a_sweep_file_that_joins_its_runs_is_told(toy_file, tmp_path):
+    path = toy_file(grid={"seed": [1]}, train={"steps": 1})
+    launch(path, "--executor", "local")
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(path.read_text())
+    note = f"note: these runs join those of {path}; with another `name` they have a folder of"
+    assert note in launch(copy, "--dry-run") and note not in launch(path, "--dry-run")
 
 
 def test_a_model_before_fine_tuning_is_restarted_as_often_as_a_run(toy_file, tiny):

@@ -44,7 +44,10 @@ def element(toy_file, hold, tmp_path):
     )
     scontrol.chmod(0o755)
     (tmp_path / "job").write_text("JobState=RUNNING Reason=None Restarts=0\n")
-    script = [*copy_pickle_lines(place), "exec " + element_command(sys.executable, place)]
+    script = [
+        *copy_pickle_lines(place, is_array=True),
+        "exec " + element_command(sys.executable, place),
+    ]
     variables = {
         **os.environ,
         "PATH": f"{scontrol.parent}:{os.environ['PATH']}",

@@ -11,6 +11,7 @@ import yaml
 from sweep_tools import command, launch, prepare
 
 from calibeval import records
+from sweeps.launch import worker
 from sweeps.launch.slurm import submit
 from sweeps.runs import scoring
 from sweeps.runs.events import EventKind
@@ -166,3 +167,13 @@ def test_a_launch_with_nothing_to_submit_still_writes_what_it_asks_for(toy_file,
     assert launched["model_labels"] == {"x": "y"} and launched["keep"] == "scores"
     assert Run(run.path).config().keep == "scores"
     assert plan_sweep(run.path.parent, []).sweep.keep == "scores"
+
+
+@pytest.mark.parametrize(("nodes", "named"), [(1, False), (2, True)])
+def test_nodes_that_do_not_find_each_other_are_told_which_variable_to_set(toy_file, nodes, named):
+    run = prepare(toy_file(grid={}), f"world.nodes={nodes}")
+    lines = [
+        "RuntimeError: Gloo connectFullMesh failed with … gai error: Name or service not known"
+    ]
+    reason = worker._reason(run, 1, lines)
+    assert ("export GLOO_SOCKET_IFNAME=" in reason) == named, reason

@@ -347,7 +347,7 @@ def test_a_launch_that_asks_for_more_undoes_done(toy_file, tiny):
 def test_a_run_by_hand_from_any_folder_is_trained_once(toy_file):
     run = prepare(toy_file(grid={}))
     first, second = (command("train", run.name, cwd=run.path.parent).stdout for _ in range(2))
-    assert f"device: none in {cli.PROJECT}, from" in first and "device" not in second
+    assert f"device: none in {PROJECT}, from" in first and "device" not in second
 
 
 def test_a_run_that_was_trained_by_hand_is_not_trained_by_a_launch(toy_file):
@@ -467,7 +467,7 @@ def test_a_snapshot_is_made_anew_when_any_of_its_files_changes(small_package, tm
 
 def test_a_snapshot_does_not_depend_on_where_it_is_made(tmp_path, monkeypatch):
     digests = set()
-    for folder in (cli.PROJECT, tmp_path):
+    for folder in (PROJECT, tmp_path):
         monkeypatch.chdir(folder)
         code = (
             "import sys; sys.path[0] = ''\n"

@@ -2,7 +2,10 @@
 
 import errno
 import fcntl
+import os
+import shutil
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from sweep_tools import prepare
@@ -10,7 +13,7 @@ from sweep_tools import prepare
 from sweeps import cli
 from sweeps.runs import scoring
 from sweeps.runs.events import EventKind, append_event, read_events
-from sweeps.runs.files import is_locked, locked, tail
+from sweeps.runs.files import is_locked, locked, replace_folder, tail
 
 
 def test_a_lock_is_held_until_its_block_ends(tmp_path):
@@ -74,3 +77,23 @@ def test_a_block_that_fails_gives_its_lock_back(tmp_path):
     with pytest.raises(ValueError, match="inside"), locked(lock, 1, "busy"):
         raise ValueError("inside")
     assert not is_locked(lock)
+
+
+def test_the_older_folder_is_deleted_only_once_the_new_one_is_in_its_place(tmp_path, monkeypatch):
+    """A power cut between the deletion and the rename lost both."""
+    source = tmp_path / "part"
+    destination = tmp_path / "model"
+    for folder, text in ((source, "new"), (destination, "old")):
+        folder.mkdir()
+        (folder / "state").write_text(text)
+    seen = {}
+    delete = shutil.rmtree
+
+    def watched(folder: Path, **options) -> None:
+        if folder.exists():
+            seen[(folder / "state").read_text()] = (destination / "state").read_text()
+        delete(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    replace_folder(source, destination)
+    assert seen == {"old": "new"} and os.listdir(tmp_path) == ["model"]

@@ -19,6 +19,7 @@ from calibeval.request import Task
 from calibeval.store import part_of
 from sweeps.launch import assets, preflight, slurm
 from sweeps.runs import scoring
+from sweeps.runs.conversations import conversation
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 from sweeps.training import open_instruct_backend
@@ -829,5 +830,36 @@ def test_a_refusal_of_the_nodes_names_the_keys_that_ask_for_them(
     programs(sbatch=f"echo 'sbatch: error: {refusal}' >&2; exit 1", squeue="")
     path = toy_file(cluster=profile(), world={"nodes": 3})
     printed = launch(path, "--executor", "slurm", code=2)
-    assert f"sbatch refuses: {refusal}; what is asked for: world.nodes nodes, and on" in printed
-    assert "memory_per_node and, for each of world.processes_per_node, cpus_per_proc" in printed
+    assert (
+        f"sbatch refuses: {refusal}; asked for: world.nodes 3; on each memory_per_node" in printed
+    )
+    asked = "500M and, for each of world.processes_per_node 1, cpus_per_process 1 and gpus_per_pro"
+    assert asked in printed
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"instruction": "a", "output": "b"},
+    ],
+)
+def test_rows_of_each_usual_form_are_the_same_conversation(row):
+    turns = conversation(row, "here")
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("user", "a"),
+        ("assistant", "b"),
+    ]
+
+
+def test_a_sharegpt_role_that_is_none_is_named():
+    with pytest.raises(InputError, match=r"here: expected .* found .*bing"):
+        conversation({"conversations": [{"from": "bing", "value": "a"}]}, "here")
+
+
+def test_an_sbatch_that_prints_no_id_is_no_refusal(toy_file, profile, programs):
+    programs(sbatch="echo Welcome to 2026", squeue="")
+    printed = launch(toy_file(cluster=profile()), "--executor", "slurm", code=2)
+    words = "sbatch has printed no job's id: 'Welcome to 2026'; the same command finds what it"
+    assert words in printed, printed

@@ -130,6 +130,16 @@ def test_a_run_that_is_trained_and_scored_apart_is_one_run(three_seeds):
     assert leaving.problems(plan)[0].startswith(f"still stopping, and left out: {name}; later")
 
 
+def test_a_run_that_is_done_and_still_in_the_queue_is_counted_once(three_seeds):
+    plan = plan_sweep(three_seeds, ["score=null"])
+    elements = [
+        LiveElement(f"9_{number}", "RUNNING", "", run.name)
+        for number, run in enumerate(plan.runs[:2])
+    ]
+    present = slurm.Submission({}, "", elements, [], [], [])
+    assert present.describe_present(plan) == "1 done, 1 queued or running"
+
+
 def script_with(three_seeds: Path, *extra: str, **keys) -> str:
     """The script of the first job of a sweep under a profile with these extra options."""
     plan = plan_sweep(three_seeds, [])
@@ -204,6 +214,13 @@ SPLIT = {
     "split": ([], 4, ["train 3", "score 4", "score 2", "collect 0"]),
     "exactly": ([], 3, ["train 3", "score 3", "score 3", "collect 0"]),
     "one each": ([], 1, ["train 1"] * 3 + ["score 1"] * 6 + ["collect 0"]),
+    "no arrays": (
+        [TWO, "throttle=2"], 0,
+        ["train 1", "score 1 afterok:1", "train 1", "score 1 afterok:3",
+         "train 1 afterany:1", "score 1 afterok:5,afterany:2",
+         "score 1", "score 1", *(f"score 1 afterany:{number}" for number in (7, 8, 9, 10)),
+         "collect 0"],
+    ),
     "a throttle holds for all parts": (
         ["throttle=1"], 4, ["train 3", "score 4", "score 2 afterany:2", "collect 0"],
     ),
@@ -243,13 +260,13 @@ def test_arrays_that_are_too_large_are_split(nine, overrides, limit, expected):
     [
         ("MaxArraySize            = 1001\nMaxJobCount = 5", 1001),
         ("MaxArraySize = 9\nSchedulerParameters = a=1,max_array_tasks=4,b", 4),
-        ("MaxArraySize = 0", None),
+        ("MaxArraySize = 0", 0),
         ("", None),
     ],
 )
 def test_how_large_an_array_may_be(monkeypatch, config, limit):
-    monkeypatch.setattr(slurm_queue, "run_or_empty", lambda *words: config)
-    assert slurm_queue.largest_array() == limit
+    monkeypatch.setattr(slurm_queue, "slurm_or_empty", lambda *words, cluster: config)
+    assert slurm_queue.largest_array(None) == limit
 
 
 @pytest.mark.parametrize(
@@ -392,7 +409,7 @@ def test_the_scripts_take_files_from_where_they_are_typed(tmp_path, cluster):
 def test_the_scripts_have_a_sweep_of_their_own(tmp_path):
     printed = dry_run_of("sweep_grid", cwd=tmp_path)
     assert "24 runs and 1 base model to score: 25 to do" in printed
-    assert f"bash {PROJECT}/slurm/sweeps.sh prefetch configs/sweeps/grid.yaml" in printed
+    assert f"bash {PROJECT}/slurm/sweeps.sh prefetch {PROJECT}/configs/sweeps/grid.yaml" in printed
 
 
 @pytest.fixture
@@ -404,7 +421,8 @@ def interpreters(tmp_path):
     project = tmp_path / "project"
     shutil.copytree(PROJECT / "slurm", project / "slurm", ignore=shutil.ignore_patterns("*.py*"))
     serves = '[ "$1" = -c ] && exit 0\necho venv: $3'
-    for place, text in (("active", "exit 1"), ("project/.venv", serves)):
+    lacks = "echo \"ModuleNotFoundError: No module named 'yaml'\" >&2; exit 1"
+    for place, text in (("active", lacks), ("project/.venv", serves)):
         python = tmp_path / place / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(f"#!/bin/sh\n{text}\n")
@@ -428,7 +446,15 @@ def test_an_environment_that_lacks_packages_is_named_with_what_to_type(interpret
     done = interpreters(VIRTUAL_ENV=str(tmp_path / "active"))
     remedy = f"PYTHON={tmp_path}/project/.venv/bin/python in front of the command"
     assert done.returncode == 2
-    assert done.stderr.endswith(f"lacks this project's packages; {remedy}\n")
+    words = "lacks this project's packages (ModuleNotFoundError: No module named 'yaml')"
+    assert done.stderr.endswith(f"{words}; {remedy}\n")
+
+
+def test_a_package_that_is_there_and_cannot_be_imported_is_told(interpreters, tmp_path):
+    python = tmp_path / "active" / "bin" / "python"
+    python.write_text("#!/bin/sh\necho 'ImportError: libyaml.so: no such file' >&2; exit 1\n")
+    done = interpreters(PYTHON=str(python))
+    assert "cannot import this project's packages: ImportError: libyaml.so: no" in done.stderr
 
 
 def test_an_interpreter_that_cannot_run_is_not_said_to_lack_packages(interpreters, tmp_path):

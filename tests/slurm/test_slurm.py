@@ -61,7 +61,8 @@ def test_a_warned_element_requeues_itself_alone_and_one_killed_whole_waits_for_a
     cluster, profile, toy_file, tmp_path
 ):
     path = toy_file(grid={"seed": [1, 2]}, train=LONG, cluster=profile())
-    assert re.match(r"submitted job \d+: trains 2 runs\n", submit(path))
+    printed = submit(path)
+    assert re.match(r"folder: .*/out/toy\nsubmitted job \d+: trains 2 runs\n", printed), printed
     first = under_way(path)
     second = under_way(path, 1)
     mine = element(path).label
@@ -111,7 +112,8 @@ def test_scancel_saves_and_a_launch_goes_on(cluster, profile, toy_file, tmp_path
     wait_for(run.metrics.exists)
     shown = command("status", path).stdout
     assert re.search(r"step \d+/200  loss .* ago", shown), shown
-    assert re.match(r"cancelled: \d+, \d+\n", command("cancel", path).stdout)
+    cancelled = rf"cancelled \d+_0: {run.name}\ncancelled \d+: the job that makes the tables\n"
+    assert re.fullmatch(cancelled, command("cancel", path).stdout)
     wait_for(empty)
     assert not run.done and run.last_saved_step() > 0, logs(tmp_path)
     shown = command("status", path).stdout
@@ -288,15 +290,14 @@ def copied(tmp_path):
 def test_sbatch_from_elsewhere_and_a_checkout_that_changes_meanwhile(
     cluster, profile, tiny, copied, tmp_path, export, processes
 ):
-    """The whole chain by the script that users type: paths start at the project, what runs is the
-    code of the launch, runs of several processes are scored in a job of its own, and no token is
-    in any file."""
-    (copied / "data").mkdir()
-    shutil.copy(tiny / "chat.jsonl", copied / "data" / "my chat.jsonl")
+    """The whole chain by the script that users type: paths start where it is typed, what runs is
+    the code of the launch, runs of several processes are scored in a job of its own, and no token
+    is in any file."""
     source = copied / "slurm" / "sweeps" / "training" / "hf_trainer.py"
     source.write_text(source.read_text() + "\n# a change that is not committed\n")
     here = tmp_path / "else where"
-    here.mkdir()
+    (here / "data").mkdir(parents=True)
+    shutil.copy(tiny / "chat.jsonl", here / "data" / "my chat.jsonl")
     bare = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "PYTHONPATH")}
     tasks = f'score.tasks=[{{"task": "mmlu", "data": "{tiny / "mmlu"}", "shots": 2}}]'
     profile(setup=[f'while [ ! -e "{here}/go" ]; do sleep 0.2; done'])
@@ -319,7 +320,7 @@ def test_sbatch_from_elsewhere_and_a_checkout_that_changes_meanwhile(
     source.write_text("raise SystemExit('the checkout of now')")  # while all is queued
     (here / "go").touch()
     wait_for(empty)
-    sweep = copied / "my runs" / "beta"
+    sweep = here / "my runs" / "beta"
     table = sweep / "results" / "table.csv"
     assert table.exists(), said + logs(tmp_path)
     assert {line.split(",")[2] for line in table.read_text().splitlines()[1:]} == {"", "0.1"}

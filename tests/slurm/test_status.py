@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 from sweep_tools import command, prepare
 
+from calibeval.io import InputError
 from sweeps.results import status
 from sweeps.results.status import Evidence, State, Status
+from sweeps.runs import slurm_queue
 from sweeps.runs.events import Event, EventKind
+from sweeps.runs.files import closed_by_owner
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import ElementEnd, LiveElement, SubmittedElement
@@ -38,7 +42,8 @@ def submit(run: Run, tag: str, kind: str, job_id: str) -> None:
     folder = run.path.parent / "jobs" / tag
     folder.mkdir(parents=True)
     (folder / "names").write_text(f"{run.name}\n")
-    (folder / "script.sh").write_text(f"#!/bin/bash\n#SBATCH --job-name=toy.{kind}.{tag}\n")
+    options = f"#SBATCH --array=0-0\n#SBATCH --job-name=toy.{kind}.{tag}\n"
+    (folder / "script.sh").write_text(f"#!/bin/bash\n{options}")
     (folder / "id").write_text(f"{job_id}\n")
     (folder / f"{job_id}_0_0_log.out").write_text(f"the words of {kind}\n")
     run.note(EventKind.LAUNCHED, tag=tag)
@@ -62,7 +67,7 @@ def test_a_done_run_that_is_queued_for_another_task_is_queued(toy_file, tiny, sl
     slurm_says(squeue="14|0|PENDING|toy.score.aaaaaa|Priority", sacct="")
     shown = status_of(path)
     assert (shown.state, shown.detail) == (State.QUEUED, "14_0  Priority")
-    slurm_says(squeue="", sacct="14_0|OUT_OF_MEMORY|0:125")
+    slurm_says(squeue="", sacct="14_0|OUT_OF_MEMORY|0:125|n1")
     shown = status_of(path)
     assert shown.state is State.DEAD and "14_0 OUT_OF_MEMORY" in shown.detail
 
@@ -83,7 +88,7 @@ def test_a_training_killed_with_its_job_is_dead_though_its_scoring_is_cancelled(
     trained_and_scored_apart, slurm_says
 ):
     path, _ = trained_and_scored_apart
-    slurm_says(squeue="", sacct="14_0|OUT_OF_MEMORY|0:125\n15_0|CANCELLED by 0|0:0")
+    slurm_says(squeue="", sacct="14_0|OUT_OF_MEMORY|0:125|n1\n15_0|CANCELLED by 0|0:0|n1")
     shown = status_of(path)
     assert shown.state is State.DEAD
     assert shown.detail == "14_0 OUT_OF_MEMORY, exit 0:125, before it began"
@@ -95,7 +100,7 @@ def test_a_scoring_killed_with_its_job_is_told_by_its_own_element(
 ):
     path, run = trained_and_scored_apart
     run.model.mkdir()
-    slurm_says(squeue="", sacct="14_0|COMPLETED|0:0\n15_0|NODE_FAIL|0:0")
+    slurm_says(squeue="", sacct="14_0|COMPLETED|0:0|n1\n15_0|NODE_FAIL|0:0|n1")
     shown = status_of(path)
     assert shown.state is State.DEAD and "15_0 NODE_FAIL" in shown.detail
     assert shown.lines == ("the words of score",)
@@ -115,7 +120,7 @@ def test_a_training_that_can_never_start_is_told_though_its_scoring_waits_too(
 
 def test_a_training_that_somebody_cancelled_is_stopped(trained_and_scored_apart, slurm_says):
     path, _ = trained_and_scored_apart
-    slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0\n15_0|CANCELLED by 0|0:0")
+    slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0|n1\n15_0|CANCELLED by 0|0:0|n1")
     assert status_of(path).state is State.STOPPED
 
 
@@ -198,7 +203,7 @@ def submitted(toy_file) -> tuple[Path, Run]:
 def test_a_run_killed_here_is_dead_though_an_earlier_job_of_it_was_cancelled(submitted, slurm_says):
     """That job has nothing to do with the attempt that a launch without Slurm has made since."""
     path, run = submitted
-    slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0")
+    slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0|n1")
     assert status_of(path).state is State.STOPPED
     run.note(EventKind.LAUNCHED, code="5eed5eed")
     run.note(EventKind.BEGAN, stage="train", job=None)
@@ -206,7 +211,7 @@ def test_a_run_killed_here_is_dead_though_an_earlier_job_of_it_was_cancelled(sub
     assert (shown.state, shown.detail) == (State.DEAD, "killed, at the start")
     assert shown.lines == ()
     submit(run, "bbbbbb", "train", "15")
-    slurm_says(squeue="", sacct="15_0|NODE_FAIL|1:0")
+    slurm_says(squeue="", sacct="15_0|NODE_FAIL|1:0|n1")
     assert status_of(path).detail == "15_0 NODE_FAIL, exit 1:0, before it began"
 
 
@@ -286,3 +291,34 @@ def test_what_runs_on_a_node_that_was_given_up_is_told(submitted, slurm_says):
         holder.stdin.close()
     assert shown.state is State.RUNNING
     assert "still on gpu07, which Slurm has given up; 14_0 is queued again" in shown.detail
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_another_users_runs_are_unknown_with_whose_they_are_and_what_opens_them(
+    toy_file, monkeypatch
+):
+    """Two users share a folder, and one has umask 077."""
+    with tempfile.TemporaryDirectory() as shared:
+        Path(shared).chmod(0o777)
+        plan = plan_sweep(toy_file(grid={"seed": [1, 2]}, output_root=shared), [])
+        previous = os.umask(0o077)
+        plan.create()
+        submit(plan.runs[0], "aaaaaa", "train", "14")
+        os.umask(previous)
+        plan.folder.chmod(0o755)
+        (plan.folder / "jobs").chmod(0o755)
+        plan.runs[1].path.chmod(0o755)
+        os.seteuid(65534)
+        try:
+            shown = status.table(plan)
+            with pytest.raises(PermissionError):
+                slurm_queue.live_elements(plan.folder)
+            with pytest.raises(InputError) as refusal:
+                plan.create()
+            told = closed_by_owner(refusal.value)
+        finally:
+            os.seteuid(0)
+    assert "1 unknown · 1 to do" in shown and "what is queued is not known" in shown, shown
+    words = f"belongs to root and is closed to you: {plan.runs[0].path}: root types "
+    assert f"{words}`chmod -R g+rwX {plan.folder}`, and `umask 002` before each launch" in shown
+    assert told.startswith(f"belongs to root and is closed to you: {plan.runs[0].path}: "), told

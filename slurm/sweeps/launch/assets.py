@@ -15,6 +15,7 @@ from calibeval.io import InputError, atomic_write
 from calibeval.request import Task
 from calibeval.tasks import HUB, load
 from sweeps.launch.hub_cache import hub_folder
+from sweeps.runs.conversations import from_sharegpt
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.schema import Archive, Dataset
 
@@ -25,7 +26,6 @@ KIND_OF_KEY = {"model_name_or_path": MODELS, "tokenizer_name": TOKENIZERS}
 # A folder of this kind holds at least one file that is named like this. Of a model's two formats
 # the first that is there counts, as it does for transformers.
 FILES = {MODELS: ("*.safetensors", "*.bin"), TOKENIZERS: ("tok*", "vocab*")}
-CHAT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # ShareGPT's → ours
 UNUSED_WEIGHTS = ["*.pth", "original/*", "*.gguf"]  # of formats that no trainer reads
 PYTORCH_WEIGHTS = ["*.bin", "*.bin.index.json"]  # are not read either where there are safetensors
 
@@ -250,10 +250,7 @@ def messages(row: dict) -> list[dict]:
     if "messages" in row:
         turns: list[dict] = row["messages"]
         return turns
-    return [
-        {"role": CHAT_ROLES[turn["from"]], "content": turn["value"]}
-        for turn in row["conversations"]
-    ]
+    return from_sharegpt(row["conversations"])
 
 
 def _fetch_archive(wanted: Archive) -> None:

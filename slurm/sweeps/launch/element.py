@@ -13,6 +13,7 @@ starts again asks what its earlier start has left behind to do so, and waits for
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sweeps.launch import worker
+from sweeps.launch.sbatch import REQUEUE_REQUEST
 from sweeps.launch.submitit_adapter import (
     Checkpointable,
     element_folder,
@@ -34,6 +36,8 @@ from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import describe_job
 from sweeps.runs.stages import TRAIN, Outcome
 
+# Slurm sends USR2 and TERM. Who types `scancel -s` may send any of them.
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REQUEUE_PAUSE = 10  # seconds between attempts to requeue, while the controller does not answer
 REQUEUE_PATIENCE = 60  # seconds to wait for its answer
 REQUEUE_TIME = 3600  # seconds after which no more attempt is made
@@ -59,7 +63,7 @@ class Element(Checkpointable):
         """Work on this element's run, until it is done, failed or saved; see `assigned_run`."""
         run = assigned_run()
         heard: set[int] = set()
-        for number in (signal.SIGUSR2, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, lambda number, _: heard.add(number))
         watch = NodeWatch([element_log(), run.path / f"{TRAIN}.log"])
 
@@ -68,11 +72,13 @@ class Element(Checkpointable):
 
         take_over(run, is_asked_to_stop)
         outcome = worker.work(run, is_asked_to_stop, self.stages)
-        # Without TERM, Slurm has not decided what becomes of this job. The run was stopped by USR2,
-        # ahead of the time limit; by a stop file that somebody made, or a TERM to the program
+        # Without TERM, Slurm has not decided what becomes of this job. INT is a Ctrl-C: somebody
+        # wants an end. Else the run was stopped by USR2, ahead of the time limit, or by another
+        # signal that somebody has sent; by a stop file that somebody made, or a TERM to the program
         # alone, of which Slurm knows nothing; or because a node was given up. So it is requeued.
         heard_no_term = signal.SIGTERM not in heard
-        if outcome is Outcome.STOPPED and (heard_no_term or may_requeue()):
+        was_stopped = outcome is Outcome.STOPPED and signal.SIGINT not in heard
+        if was_stopped and (heard_no_term or may_requeue()):
             come_back(run)
         sys.exit(outcome.value)  # without words: what is to be said stands in the log already
 
@@ -130,6 +136,10 @@ def take_over(run: Run, asked_to_stop: Callable[[], bool]) -> None:
 def come_back(run: Run) -> None:
     """See to it that Slurm starts this job again, unless it was cancelled; say what comes next."""
     reached = "what is scored" if run.trained else f"at step {run.last_saved_step()}"
+    if not _has_scontrol():  # as in a container: the batch script, outside of it, has one
+        (element_folder() / f"{os.environ['SLURM_JOB_ID']}{REQUEUE_REQUEST}").touch()
+        print(f"{run.name}: saved {reached}; the job's script requeues it", flush=True)
+        return
     end = time.monotonic() + REQUEUE_TIME
     while time.monotonic() < end:
         decision = decision_of_slurm()
@@ -142,6 +152,10 @@ def come_back(run: Run) -> None:
         # Slurm itself ends this job if the controller does not come back in time.
         time.sleep(REQUEUE_PAUSE)
     print(f"{run.name}: saved {reached}, and not requeued: launch it again", flush=True)
+
+
+def _has_scontrol() -> bool:
+    return shutil.which("scontrol") is not None
 
 
 def restart_count() -> int:
@@ -194,6 +208,9 @@ def may_requeue() -> bool:
     """
     label = job_label()
     assert label is not None  # an element runs in a job
+    if not _has_scontrol():
+        print("no scontrol in here tells why this job ends: launch it again", flush=True)
+        return False
     known = describe_job(label)
     while not known:  # the controller is busy, or away
         time.sleep(ASK_PAUSE)

@@ -20,7 +20,8 @@ from sweeps.launch.hub_cache import use_cache
 from sweeps.runs import scoring
 from sweeps.runs.backend import load_backend, trains_on_several_nodes
 from sweeps.runs.conversations import conversations
-from sweeps.runs.grid import SweepPlan
+from sweeps.runs.files import found_path
+from sweeps.runs.grid import PATH_KEYS, SweepPlan, launch_folder
 from sweeps.runs.processes import cli_command, run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, load_cluster, one_line
@@ -64,8 +65,10 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
                 "--executor slurm: no sbatch is on the PATH: load the cluster's Slurm module, or, "
                 "to train on this machine, type --executor local"
             )
+        found.extend(_cluster_of_shell(plan, cluster))
         found.extend(_several_nodes(plan, cluster))
         found.extend(_unreadable_path(plan))
+    found.extend(_launched_elsewhere(plan))
     found.extend(_unwritable(plan))
     return list(dict.fromkeys(found))
 
@@ -77,7 +80,7 @@ def _use_cache_of_profile(plan: SweepPlan) -> None:
     cache, `prefetch` cannot have used it either, and the shell's own cache is looked into. A
     profile that has a wrong key is refused all the same.
     """
-    if plan.sweep.cluster is None or not Path(plan.sweep.cluster).exists():
+    if plan.sweep.cluster is None or not found_path(plan.sweep.cluster).exists():
         return
     cluster = load_cluster(plan.sweep.cluster)
     with contextlib.suppress(InputError):  # a variable in `cache` is not set here
@@ -161,6 +164,18 @@ def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
         yield f"{key}: others can read it: chmod 600 {shlex.quote(str(file))}"
 
 
+def _cluster_of_shell(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
+    """A cluster that the shell names for Slurm's tools, and the profile does not."""
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        value = os.environ.get(name)
+        if value and value != cluster.clusters:
+            profile = plan.sweep.cluster or "a --cluster profile"
+            yield (
+                f"{name}: {value}: jobs go where the profile says: write `clusters: {value}` into "
+                f"{profile}, or type: unset {name}"
+            )
+
+
 def _several_nodes(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
     """What keeps the runs from training on several nodes, where they are to."""
     nodes = plan.sweep.world.nodes
@@ -183,6 +198,24 @@ def _unreadable_path(plan: SweepPlan) -> Iterator[str]:
         yield f"output_root: {folder}: Slurm reads % in paths; another folder"
     if not one_line(folder):
         yield f"output_root: {folder!r}: a path of one line is needed"
+
+
+def _launched_elsewhere(plan: SweepPlan) -> Iterator[str]:
+    """Relative paths that meant other files when the folder was launched from another place."""
+    place = launch_folder(plan.folder)
+    if place is None or place == Path.cwd():
+        return
+    paths = [run.config().train.get(key) for run in plan.runs for key in PATH_KEYS]
+    if plan.sweep.score is not None:
+        paths += [task.data for task in plan.sweep.score.tasks]
+    for path in dict.fromkeys(paths):
+        if not path or os.path.isabs(path):
+            continue
+        if os.path.exists(path) or (place / path).exists():
+            yield (
+                f"{path}: {plan.folder.absolute()} was launched from {place}, where its relative "
+                f"paths begin: cd {shlex.quote(str(place))}, or give this sweep another name"
+            )
 
 
 def _unwritable(plan: SweepPlan) -> Iterator[str]:

@@ -27,11 +27,11 @@ from sweeps.launch.submitit_adapter import (
 )
 from sweeps.runs import stages
 from sweeps.runs.backend import environment_variables
+from sweeps.runs.processes import LOGIN_VARIABLES
 from sweeps.runs.schema import Cluster, Sweep
 
-# What a job may see of the submitting shell, apart from its backend's variables and the profile's
-# pass_environment.
-EXPORTED = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
+# The ending of the file by which an element asks its batch script for a requeue.
+REQUEUE_REQUEST = ".requeue"
 COLLECT_MEMORY = "4G"  # is enough for tables over hundreds of record files
 
 
@@ -68,6 +68,8 @@ class Job:
     trained_by: int | None = None
     # The array that must end before this one begins: a throttle counts within one array only.
     after_array: int | None = None
+    # False where Slurm has no arrays: the job then has one run. Never of a job that collects.
+    is_array: bool = True
 
     def describe(self) -> str:
         """What the job does, in words."""
@@ -86,7 +88,8 @@ class Job:
             return ",".join(f"afterany:{job_id}" for job_id in (*queued_before, *submitted))
         conditions = []
         if self.trained_by is not None:
-            conditions.append(f"aftercorr:{submitted[self.trained_by]}")
+            condition = "aftercorr" if self.is_array else "afterok"
+            conditions.append(f"{condition}:{submitted[self.trained_by]}")
         if self.after_array is not None:
             conditions.append(f"afterany:{submitted[self.after_array]}")
         return ",".join(conditions)
@@ -94,7 +97,7 @@ class Job:
 
 def exported(sweep: Sweep, cluster: Cluster) -> list[str]:
     """The names of the submitting shell's variables that jobs see."""
-    return [*EXPORTED, *environment_variables(sweep.backend), *cluster.pass_environment]
+    return [*LOGIN_VARIABLES, *environment_variables(sweep.backend), *cluster.pass_environment]
 
 
 def job_name(sweep: Sweep, job: Job, job_folder: Path) -> str:
@@ -150,7 +153,7 @@ def parameters(
     elif job.kind is not JobKind.COLLECT:
         # Since Slurm 22.05, srun does not take the number of CPUs from its job.
         values["srun_args"] = [f"--cpus-per-task={extra.get('cpus-per-task', cpus)}"]
-    if job.kind is not JobKind.COLLECT:
+    if job.kind is not JobKind.COLLECT and job.is_array:
         values["map_count"] = len(job.runs)
         values["array_parallelism"] = sweep.throttle or ENDLESS
     values = _without_replaced(values, extra)
@@ -200,6 +203,8 @@ def _additional_parameters(
         # With B:, Slurm signals the batch script, which is the element here: see `parameters`.
         # Without it, only what a job has started by srun would get the signal.
         options["signal"] = f"B:USR2@{cluster.signal_seconds}"
+    if cluster.clusters is not None:
+        options["clusters"] = cluster.clusters
     options.update(cluster.extra_options())
     if job.trained_by is not None:
         # An element whose training failed must not wait for ever.
@@ -230,13 +235,33 @@ def script(
         sweep_folder = job_folder.parents[1]
         command = f"{python} -m sweeps collect {shlex.quote(str(sweep_folder))}"
     else:
-        lines += copy_pickle_lines(job_folder)
+        lines += copy_pickle_lines(job_folder, job.is_array)
         command = element_command(python, job_folder)
         if _nodes(sweep, job) > 1:
             command = f"exec {command}"  # signals reach the batch job's own process alone
-    return script_text(
+    text = script_text(
         command, job_folder, lines, parameters(sweep, cluster, job, job_folder, dependency)
     )
+    is_container = " " in cluster.python
+    if is_container and job.kind is not JobKind.COLLECT:
+        text += "\n".join(["", *requeue_lines(job_folder), ""])
+    return text
+
+
+def requeue_lines(job_folder: Path) -> list[str]:
+    """Shell lines behind the command, which requeue the job where an element has asked for it.
+
+    In a container there may be no scontrol: see `element.come_back`.
+    """
+    folder = shlex.quote(str(job_folder))
+    return [
+        f"code=$? request={folder}/$SLURM_JOB_ID{REQUEUE_REQUEST}",
+        'if [ -e "$request" ]; then',
+        '    rm "$request"',
+        '    until scontrol requeue "$SLURM_JOB_ID"; do sleep 10; done',
+        "fi",
+        "exit $code",
+    ]
 
 
 def setup(cluster: Cluster, code_folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ killed or whose sbatch timed out: the script finds all that it needs in the fold
 
 import contextlib
 import getpass
-import os
+import re
 import secrets
 import subprocess
 import sys
@@ -36,7 +36,7 @@ from sweeps.launch.worker import finish_complete
 from sweeps.runs.events import EventKind
 from sweeps.runs.files import is_locked, last_error, locked
 from sweeps.runs.grid import SweepPlan
-from sweeps.runs.processes import cli_command, run_checked, run_or_empty
+from sweeps.runs.processes import cli_command, run_checked, shell_variables, slurm_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, Sweep, load_cluster
 from sweeps.runs.slurm_queue import LiveElement, largest_array, live_elements, names_of_runs
@@ -71,12 +71,14 @@ class Submission:
 
     def describe_present(self, plan: SweepPlan) -> str:
         """How many runs are there already: `3 done, 2 queued or running`."""
-        done = sum(1 for run in plan.baselines_and_runs if next_stage(run) is None)
+        done = [run.name for run in plan.baselines_and_runs if next_stage(run) is None]
+        # The job of one that is done may be about to leave.
+        there = set(names_of_runs(self.already_there)) - set(done)
         counts = []
         if done:
-            counts.append(f"{done} done")
-        if self.already_there:
-            counts.append(f"{len(names_of_runs(self.already_there))} queued or running")
+            counts.append(f"{len(done)} done")
+        if there:
+            counts.append(f"{len(there)} queued or running")
         return ", ".join(counts)
 
     def problems(self, plan: SweepPlan) -> list[str]:
@@ -117,7 +119,8 @@ def design(plan: SweepPlan, live: list[LiveElement], array_limit: int | None = N
     `live` are the elements that are queued or running. A run without torchrun, of one process and
     not sharded, trains and scores in one element. Of any other run, scoring has an array of its
     own, whose elements have the CPUs and GPUs of one process and all the memory, and wait for those
-    that train. No array has more elements than `array_limit`.
+    that train. No array has more elements than `array_limit`; where that is 0, each run has a job
+    of its own.
     """
     queued_runs = set(names_of_runs(live))
     collects = any(element.run is None and not element.stopping for element in live)
@@ -141,19 +144,26 @@ def design(plan: SweepPlan, live: list[LiveElement], array_limit: int | None = N
 def _train_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> list[Job]:
     """The arrays that train these runs, and behind each of them the one that scores apart."""
     scored_apart = sweep.score is not None and not sweep.world.single_process
+    is_array = array_limit != 0
     jobs: list[Job] = []
-    # The positions of the arrays for which the next ones wait: those before, under a throttle.
-    trainer_before = None
-    scorer_before = None
+    trainers: list[int] = []  # the positions of the arrays so far
+    scorers: list[int] = []
     for part in _parts(names, array_limit):
-        trainer = len(jobs)
-        jobs.append(Job(JobKind.TRAIN, part, after_array=trainer_before))
+        after = _awaited(sweep, trainers, array_limit)
+        trainers.append(len(jobs))
+        jobs.append(Job(JobKind.TRAIN, part, after_array=after, is_array=is_array))
         if scored_apart:
-            jobs.append(Job(JobKind.SCORE, part, trained_by=trainer, after_array=scorer_before))
-        if sweep.throttle is not None:
-            trainer_before = trainer
-            if scored_apart:
-                scorer_before = trainer + 1
+            after = _awaited(sweep, scorers, array_limit)
+            scorers.append(len(jobs))
+            jobs.append(
+                Job(
+                    JobKind.SCORE,
+                    part,
+                    trained_by=trainers[-1],
+                    after_array=after,
+                    is_array=is_array,
+                )
+            )
     return jobs
 
 
@@ -161,18 +171,31 @@ def _score_arrays(
     sweep: Sweep, names: list[str], array_limit: int | None, first_position: int
 ) -> list[Job]:
     """The arrays that score runs which are trained already."""
-    jobs = []
-    scorer_before = None
-    for number, part in enumerate(_parts(names, array_limit)):
-        jobs.append(Job(JobKind.SCORE, part, after_array=scorer_before))
-        if sweep.throttle is not None:
-            scorer_before = first_position + number
+    jobs: list[Job] = []
+    scorers: list[int] = []
+    for part in _parts(names, array_limit):
+        after = _awaited(sweep, scorers, array_limit)
+        scorers.append(first_position + len(jobs))
+        jobs.append(Job(JobKind.SCORE, part, after_array=after, is_array=array_limit != 0))
     return jobs
 
 
-def _parts(names: list[str], size: int | None) -> list[tuple[str, ...]]:
-    """The names in parts of this size, all in one without a size; no part of no names."""
-    size = size or len(names) or 1
+def _awaited(sweep: Sweep, before: list[int], array_limit: int | None) -> int | None:
+    """Return the position of the array for which the next one waits, so that the throttle holds.
+
+    Of several arrays one runs at a time; of jobs without arrays, as many as the throttle says.
+    """
+    if sweep.throttle is None:
+        return None
+    at_a_time = sweep.throttle if array_limit == 0 else 1
+    return before[-at_a_time] if len(before) >= at_a_time else None
+
+
+def _parts(names: list[str], array_limit: int | None) -> list[tuple[str, ...]]:
+    """The names in parts that an array may have, all in one without a limit; no part of none."""
+    size = len(names) or 1
+    if array_limit is not None:
+        size = max(1, array_limit)
     return [tuple(names[start : start + size]) for start in range(0, len(names), size)]
 
 
@@ -180,7 +203,7 @@ def planned_jobs(plan: SweepPlan) -> str:
     """The jobs that a launch would hand to sbatch if nothing were queued, a line for each."""
     cluster = load_cluster(plan.sweep.cluster)
     lines = []
-    for number, job in enumerate(design(plan, [], largest_array())):
+    for number, job in enumerate(design(plan, [], largest_array(cluster.clusters))):
         job_folder = plan.folder / "jobs" / f"TAG{number}"
         dependency = job.dependency([f"JOB{other}" for other in range(number)])
         asked = parameters(plan.sweep, cluster, job, job_folder, dependency)
@@ -202,7 +225,7 @@ def planned_scripts(plan: SweepPlan) -> str:
     folder = plan.folder.absolute()
     code_folder = folder / "code" / "HASH"
     text = ""
-    for number, job in enumerate(design(plan, [], largest_array())):
+    for number, job in enumerate(design(plan, [], largest_array(cluster.clusters))):
         job_folder = folder / "jobs" / f"TAG{number}"
         dependency = job.dependency([f"JOB{other}" for other in range(number)])
         text += f"### {_title(job, number)}\n"
@@ -243,7 +266,7 @@ def submit(plan: SweepPlan, stop_patience: float = STOP_PATIENCE) -> Submission:
         live_of_plan = _of_plan(plan, live)
         already_there = [element for element in live_of_plan if not element.stopping]
         with_other_profile, differences = _compare_profiles(jobs_folder, cluster, already_there)
-        planned = design(plan, live, largest_array())
+        planned = design(plan, live, largest_array(cluster.clusters))
         plan.create()
         worked_on = set(names_of_runs(live))
         finish_complete(run for run in plan.baselines_and_runs if run.name not in worked_on)
@@ -298,7 +321,7 @@ def _note_ids(jobs_folder: Path, live: list[LiveElement]) -> None:
     for element in live:
         file = jobs_folder / element.tag / "id"
         if not file.exists():
-            write_text(file, f"{_array_id(element)}\n")
+            write_text(file, f"{element.array_id}\n")
 
 
 def _compare_profiles(
@@ -339,11 +362,15 @@ def _submit_jobs(
     next launch, which finds in the queue what there is, submits the rest.
     """
     code_folder = snapshot(plan.folder)
-    queued_before = sorted({_array_id(element) for element in live if element.run is not None})
+    queued_before = {
+        element.array_id
+        for element in live
+        if element.run is not None and element.cluster == cluster.clusters
+    }
     submitted: dict[str, Job] = {}
     for job in jobs:
         job_folder = _new_job_folder(plan.folder / "jobs")
-        dependency = job.dependency(list(submitted), queued_before)
+        dependency = job.dependency(list(submitted), sorted(queued_before))
         _write_job(plan.sweep, cluster, job, job_folder, code_folder, dependency)
         for name in job.runs:
             Run(plan.folder / name).note(
@@ -351,16 +378,19 @@ def _submit_jobs(
             )
         try:
             job_id = call_sbatch(plan.sweep, cluster, job, job_folder)
-        except InputError as error:
+        except NoAnswerOfSbatch as error:
             if job.kind is JobKind.COLLECT:
                 return submitted, str(error)
-            if isinstance(error, NoAnswerOfSbatch):
-                raise
+            raise
+        except InputError as error:
+            (job_folder / "names").unlink()  # so that nobody asks Slurm, or this cluster, for it
+            if job.kind is JobKind.COLLECT:
+                return submitted, str(error)
             refusal = str(error)
             taken_back = [name for other in (*submitted.values(), job) for name in other.runs]
             for name in dict.fromkeys(taken_back):
                 Run(plan.folder / name).note(EventKind.ENDED, refused=refusal)
-            problem = _take_back(plan, list(submitted))
+            problem = _take_back(plan, cluster, list(submitted))
             profile = plan.sweep.cluster or "no --cluster"
             raise InputError(f"{profile}: {refusal}{problem}") from error
         write_text(job_folder / "id", f"{job_id}\n")
@@ -368,22 +398,17 @@ def _submit_jobs(
     return submitted, ""
 
 
-def _take_back(plan: SweepPlan, job_ids: list[str]) -> str:
+def _take_back(plan: SweepPlan, cluster: Cluster, job_ids: list[str]) -> str:
     """Cancel the jobs of a launch that was refused; returns what is to be said if that fails."""
     if not job_ids:
         return ""
     try:
-        run_checked("scancel", *job_ids)
+        run_checked("scancel", *job_ids, cluster=cluster.clusters)
     except InputError as error:
         cancel = cli_command("cancel", plan.folder)
         jobs = ", ".join(job_ids)
         return f"\n{error}: what was queued before ({jobs}) still is; to take it back: {cancel}"
     return ""
-
-
-def _array_id(element: LiveElement) -> str:
-    """The id of the array that an element belongs to: 12 of 12_3."""
-    return element.label.partition("_")[0]
 
 
 def _new_job_folder(jobs_folder: Path) -> Path:
@@ -429,7 +454,7 @@ def call_sbatch(sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path) -> s
     What sbatch says is shown as it says it: while Slurm's queue is full it tries again for minutes.
     """
     # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
-    seen = {name: os.environ[name] for name in exported(sweep, cluster) if name in os.environ}
+    seen = shell_variables(exported(sweep, cluster))
     # The name is given here once more, since SBATCH_JOB_NAME would win over the script's: a profile
     # may name it in `pass_environment`.
     words = ["sbatch", "--parsable", f"--job-name={job_name(sweep, job, job_folder)}"]
@@ -451,9 +476,24 @@ def call_sbatch(sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path) -> s
         listener.join()
         answer = process.stdout.read()
     if process.returncode == 0:
-        return answer.strip().partition(";")[0]
+        return _job_id(answer)
     refusal = last_error(messages).removeprefix("error: ")
-    raise InputError(f"sbatch refuses: {refusal}{advice(refusal, cluster, job)}")
+    raise InputError(f"sbatch refuses: {refusal}{advice(refusal, sweep, cluster, job)}")
+
+
+def _job_id(answer: str) -> str:
+    """Find the id in what sbatch printed: the last line that is one, after a wrapper's banner.
+
+    Raises NoAnswerOfSbatch if there is none.
+    """
+    ids = re.findall(r"^(\d+)(?:;\S+)?\s*$", answer, re.MULTILINE)
+    if not ids:
+        raise NoAnswerOfSbatch(
+            f"sbatch has printed no job's id: {answer.strip()[:200]!r}; the same command finds "
+            "what it has queued"
+        )
+    last_id: str = ids[-1]
+    return last_id
 
 
 def _pass_on(stream: IO[str], messages: list[str]) -> None:
@@ -483,43 +523,57 @@ def _wait_for_sbatch(process: subprocess.Popen) -> None:
         ) from None
 
 
-def advice(refusal: str, cluster: Cluster, job: Job) -> str:
+def _asked_of_nodes(sweep: Sweep, cluster: Cluster) -> str:
+    """Say what a job that trains asks for, by the keys that ask for it."""
+    return (
+        f"asked for: world.nodes {sweep.world.nodes}; on each memory_per_node "
+        f"{cluster.memory_per_node or 'of the cluster'} and, for each of "
+        f"world.processes_per_node {sweep.world.processes_per_node}, cpus_per_process "
+        f"{cluster.cpus_per_process} and gpus_per_process {cluster.gpus_per_process}"
+    )
+
+
+def advice(refusal: str, sweep: Sweep, cluster: Cluster, job: Job) -> str:
     """What to do about a refusal of sbatch whose words do not say it; else nothing."""
     if "job submit limit" in refusal:
         limits = _submit_limits(cluster, job)
         return f"; {limits}: launch fewer runs at a time, or wait for others to end"
     if "job array spec" in refusal:
-        return f"; MaxArraySize is {largest_array() or 'not known'}: launch fewer runs at a time"
+        limit = largest_array(cluster.clusters) or "not known"
+        return f"; MaxArraySize is {limit}: launch fewer runs at a time"
     if "Resource temporarily unavailable" in refusal:
         return "; Slurm's queue is full, of all users' jobs (MaxJobCount): the same command, later"
     if "Node count" in refusal or "node configuration" in refusal:
-        return (
-            "; what is asked for: world.nodes nodes, and on each memory_per_node and, for each of "
-            "world.processes_per_node, cpus_per_process and gpus_per_process"
-        )
+        return f"; {_asked_of_nodes(sweep, cluster)}"
     text = ""
+    if "--cluster" in refusal:
+        clusters = slurm_or_empty("sacctmgr", "-nP", "show", "clusters", "format=cluster")
+        text += _choices("clusters", cluster.clusters, clusters)
     if "nvalid account" in refusal:
-        listing = _own_associations("account")
-        text += _choices("account", cluster.account, *listing)
+        accounts = _own_associations(cluster, "account")
+        text += _choices("account", cluster.account, accounts)
     if "nvalid partition" in refusal:
-        text += _choices("partition", cluster.partition, "sinfo", "-aho", "%R")
+        partitions = slurm_or_empty("sinfo", "-aho", "%R", cluster=cluster.clusters)
+        text += _choices("partition", cluster.partition, partitions)
     return text
 
 
-def _own_associations(columns: str) -> tuple[str, ...]:
-    """The command that lists this user's accounts with these columns."""
-    mine = f"user={getpass.getuser()}"
-    return ("sacctmgr", "-nP", "show", "associations", mine, f"format={columns}")
+def _own_associations(cluster: Cluster, columns: str) -> str:
+    """List this user's accounts in these columns, as sacctmgr prints them."""
+    words = ["-nP", "show", "associations", f"user={getpass.getuser()}", f"format={columns}"]
+    if cluster.clusters is not None:  # sacctmgr has no option --clusters
+        words.append(f"cluster={cluster.clusters}")
+    return slurm_or_empty("sacctmgr", *words)
 
 
 def _submit_limits(cluster: Cluster, job: Job) -> str:
     """How many jobs this user may have queued, as far as Slurm tells; how many are asked for."""
     limits = []
-    for line in run_or_empty(*_own_associations("account,maxsubmitjobs")).splitlines():
+    for line in _own_associations(cluster, "account,maxsubmitjobs").splitlines():
         account, _, limit = line.partition("|")
         if limit and cluster.account in (None, account):
             limits.append(f"MaxSubmitJobs is {limit} for {account}")
-    for line in run_or_empty("sacctmgr", "-nP", "show", "qos", QOS_COLUMNS).splitlines():
+    for line in slurm_or_empty("sacctmgr", "-nP", "show", "qos", QOS_COLUMNS).splitlines():
         qos, _, limit = line.partition("|")
         if limit and cluster.qos in (None, qos):
             limits.append(f"MaxSubmitJobsPerUser is {limit} for QOS {qos}")
@@ -527,21 +581,50 @@ def _submit_limits(cluster: Cluster, job: Job) -> str:
     return ", ".join([*limits, f"{asked} are asked for"])
 
 
-def _choices(key: str, found: str | None, *command: str) -> str:
-    """What the profile says of a key, and what a command says there is."""
-    names = sorted(set(run_or_empty(*command).split()))
+def _choices(key: str, found: str | None, listed: str) -> str:
+    """What the profile says of a key, and what Slurm lists."""
+    names = sorted(set(listed.split()))
     if not names:
         return ""
     return f"; {key}: found {found}, there is {', '.join(names)}"
 
 
-def cancel(plan: SweepPlan) -> list[str]:
-    """scancel every job of a sweep's folder; returns their ids.
+def cancel(plan: SweepPlan, of_whole_folder: bool) -> tuple[list[LiveElement], list[str]]:
+    """scancel the jobs of a plan's runs, or all of its folder's; returns their elements.
 
-    Trainers that run hear of it and save. Slurm kills those that have not ended after its KillWait,
-    30 seconds unless the cluster has another: what they learnt since their last checkpoint is lost.
+    The names of the folder's other runs that are live come with them. The job that makes the tables
+    goes once it waits for nothing else. Trainers that run hear of it and save. Slurm kills those
+    that have not ended after its KillWait, 30 seconds unless the cluster has another: what they
+    learnt since their last checkpoint is lost.
     """
-    ids = sorted({_array_id(element) for element in live_elements(plan.folder)})
-    if ids:
-        run_checked("scancel", *ids)
-    return ids
+    live = live_elements(plan.folder)
+    cancelled = _of_plan(plan, live)
+    others = [element for element in live if element.run is not None and element not in cancelled]
+    if of_whole_folder or not others:
+        cancelled = sorted(live, key=lambda element: element.run is None)
+        others = []
+    labels_on: dict[str | None, list[str]] = {}
+    for element in cancelled:
+        labels_on.setdefault(element.cluster, []).append(element.label)
+    for cluster, labels in labels_on.items():
+        run_checked("scancel", *_by_array(labels), cluster=cluster)
+    for element in cancelled:
+        # One that runs notes its end itself. Of one that has not begun Slurm may keep no record.
+        if element.state == "PENDING" and element.run is not None:
+            Run(plan.folder / element.run).note(EventKind.ENDED, stopped=True)
+    return cancelled, names_of_runs(others)
+
+
+def _by_array(labels: list[str]) -> list[str]:
+    """Spell labels as scancel takes them at once: 12_[0,3] for 12_0 and 12_3; 13 stays 13."""
+    words = []
+    indices_of_array: dict[str, list[str]] = {}
+    for label in labels:
+        array_id, underscore, index = label.partition("_")
+        if underscore:
+            indices_of_array.setdefault(array_id, []).append(index)
+        else:
+            words.append(label)
+    for array_id, indices in indices_of_array.items():
+        words.append(f"{array_id}_[{','.join(indices)}]")
+    return words

@@ -34,6 +34,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sweeps.runs.processes import job_label
+
 TESTED_VERSIONS = ("1.5.4",)
 
 try:
@@ -85,15 +87,16 @@ def element_command(python: str, job_folder: Path) -> str:
     return f"{python} -u -m submitit.core._submit {shlex.quote(str(job_folder))}"
 
 
-def copy_pickle_lines(job_folder: Path) -> list[str]:
+def copy_pickle_lines(job_folder: Path, is_array: bool) -> list[str]:
     """Shell lines that put the pickle where the element's command looks for it.
 
     They run at every start of an element, and remove what a kill during a requeue left half
     written: submitit would refuse to write it again.
     """
     folder = shlex.quote(str(job_folder))
+    label = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if is_array else "${SLURM_JOB_ID}"
     return [
-        f"mine={folder}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}_submitted.pkl",
+        f"mine={folder}/{label}_submitted.pkl",
         f'cp {folder}/{PICKLE} "$mine"; rm -f "$mine.save_tmp"',
     ]
 
@@ -111,11 +114,10 @@ def element_folder() -> Path:
 
 
 def element_index() -> int:
-    """In an element: its index in the array."""
-    return int(os.environ["SLURM_ARRAY_TASK_ID"])
+    """In an element: its index in the array, 0 of a job without one."""
+    return int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
 
 
 def element_log() -> Path:
     """In an element: the file that holds what it prints, and what the srun above it prints."""
-    name = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{element_index()}_0_log.out"
-    return element_folder() / name
+    return element_folder() / f"{job_label()}_0_log.out"

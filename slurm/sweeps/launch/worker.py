@@ -11,6 +11,7 @@ ends, however it ends.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from sweeps.runs.events import Event, EventKind
 from sweeps.runs.files import is_disk_full, is_locked, last_error, tail
 from sweeps.runs.processes import (
     MEETING_PORT,
-    end_with_parent_and_ignore_usr2,
+    end_with_parent_and_ignore_warnings,
     free_meeting_port,
 )
 from sweeps.runs.run import Run
@@ -41,6 +42,11 @@ BAD_INPUT = 2
 # so many bytes.
 LOG_LINES = 400
 LOG_BYTES = 1 << 16
+# What ranks print that find no way to another node.
+NODES_DO_NOT_MEET = re.compile(
+    "[Nn]ame or service not known|[Nn]ame resolution|gai error|resolve hostname|resolve host"
+    "|Unable to find address|No route to host|Connection refused|[Cc]onnect.*timed out"
+)
 NODE_PATIENCE = 30  # seconds between the end of a run's program on one node and that on all others
 
 
@@ -236,7 +242,7 @@ def _execute(
             stdout=out,
             stderr=subprocess.STDOUT,
             env=variables,
-            preexec_fn=end_with_parent_and_ignore_usr2,
+            preexec_fn=end_with_parent_and_ignore_warnings,
             start_new_session=True,
         )
     was_asked = False
@@ -290,4 +296,10 @@ def _reason(run: Run, exit_code: int, lines: list[str]) -> str:
         return f"the disk of {run.path} is full; make room and launch again"
     if exit_code == 0:
         return f"its program ended well and left nothing: {last_error(lines)}"
-    return f"exit {exit_code}: {last_error(lines)}"
+    reason = f"exit {exit_code}: {last_error(lines)}"
+    if run.config().world.nodes > 1 and NODES_DO_NOT_MEET.search("\n".join(lines)):
+        reason += (
+            "; if its nodes do not find each other, name the network between them in the profile's "
+            "setup: export GLOO_SOCKET_IFNAME=… NCCL_SOCKET_IFNAME=…"
+        )
+    return reason

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections import Counter
 from contextlib import redirect_stdout
+from dataclasses import replace
 from html import escape
 from io import StringIO
 from pathlib import Path, PurePath
@@ -154,17 +155,22 @@ def _labels(run: Run, model_names: dict[str, str], varied: list[str]) -> dict[st
     return labels
 
 
-def runs_table(plan: SweepPlan) -> list[dict[str, Any]]:
-    """One row for each run of the plan: grid values, state, restarts, tasks scored."""
-    statuses, _ = status.of_sweep(plan)
+def runs_table(plan: SweepPlan, runs: list[Run]) -> list[dict[str, Any]]:
+    """One row for each trained run: its values of the grid's keys, state, restarts, tasks scored.
+
+    `runs` are those of the folder, whichever launch has asked for them, as in the tables of scores.
+    """
+    trained = [run for run in runs if not run.config().is_baseline]
+    statuses, _ = status.of_sweep(replace(plan, runs=trained))
     status_of = {each.name: each for each in statuses}
     rows = []
-    for run in plan.runs:
+    for run in trained:
         shown = status_of[run.name]
+        values = run.config().train
         rows.append(
             {
                 "run": run.name,
-                **run.grid_values,
+                **{key: run.grid_values.get(key, values.get(key)) for key in plan.sweep.grid},
                 "seed": run.config().train.get("seed"),
                 "state": shown.state.value,
                 "detail": shown.detail,
@@ -181,7 +187,7 @@ def _write_results(plan: SweepPlan, runs: list[Run], gaps: list[str], part: Path
     A figure over scores belongs into `calibeval.figures`. One of what only a sweep knows, such as
     metrics.jsonl, is a section of the page here.
     """
-    rows = runs_table(plan)
+    rows = runs_table(plan, runs)
     write_text(part / "runs.csv", pd.DataFrame(rows).to_csv(index=False))
     items = "".join(f"<li class=gap>{escape(line)}" for line in gaps)
     note = f"<p>{counted(len(rows), 'run')}, {counted(len(gaps), 'gap')}</p><ul>{items}</ul>"

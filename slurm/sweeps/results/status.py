@@ -1,23 +1,25 @@
 """What every run of a sweep is doing, from its files and, where there is one, Slurm's queue."""
 
+import contextlib
 import re
 import time
 from collections import Counter
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import Enum
 from pathlib import Path
 
 from calibeval.io import InputError, counted
 from sweeps.runs import scoring, slurm_queue, stages
 from sweeps.runs.events import Event, EventKind
-from sweeps.runs.files import is_locked, read_rows, tail
+from sweeps.runs.files import closed_by_owner, is_locked, read_rows, tail
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command
 from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import ElementEnd, LiveElement, Remedy, StuckReason, SubmittedElement
 
 PRINTED_LINES = 3  # how many lines of a job's output are shown where its end has no other words
+LOG_LINES = 40  # how many lines of each log `logs` shows
 TABLE_CHARACTERS = 60  # how much of a reason stands in the table
 NODES_SHOWN = 4  # how many of the nodes that are down are named
 METRICS_BYTES = 4096  # how much of the end of metrics.jsonl is searched for the last row
@@ -62,24 +64,25 @@ class SlurmView:
     # Of each run that has live elements, the one that tells most: see `ask_slurm`.
     live_element_of: dict[str, LiveElement]
     collect_job: LiveElement | None  # that makes the tables, whatever runs it waits for
-    ends: dict[str, ElementEnd]  # how elements ended, by their labels
+    ends: dict[SubmittedElement, ElementEnd]  # how those ended that are not live
     error: str  # what squeue said if it did not answer
 
 
 def ask_slurm(plan: SweepPlan) -> SlurmView:
     """Ask Slurm about the runs that were submitted and have something left to do."""
     stage_of = _next_stages(plan)
-    elements = slurm_queue.submitted_elements(plan.folder)
-    submitted = {
-        name: _element_for(stage_of[name], elements[name]) for name in stage_of if name in elements
-    }
+    submitted: dict[str, SubmittedElement] = {}
     elements_in_queue: list[LiveElement] = []
     error = ""
-    if submitted:
-        try:
+    try:
+        elements = slurm_queue.submitted_elements(plan.folder)
+        for name, stage in stage_of.items():
+            if name in elements:
+                submitted[name] = _element_for(stage, elements[name])
+        if submitted:
             elements_in_queue = slurm_queue.live_elements(plan.folder)
-        except InputError as refusal:
-            error = str(refusal)
+    except (InputError, PermissionError) as refusal:
+        error = closed_by_owner(refusal, plan.folder) or str(refusal)
     live_element_of = {}
     collect_job = None
 
@@ -100,14 +103,11 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
             collect_job = element
         else:
             live_element_of[element.run] = element
-    ends: dict[str, ElementEnd] = {}
+    ends: dict[SubmittedElement, ElementEnd] = {}
     if not error:
-        labels = {
-            element.label
-            for name, element in submitted.items()
-            if name not in live_element_of and element.label is not None
-        }
-        ends = slurm_queue.element_ends(sorted(labels))
+        ends = slurm_queue.element_ends(
+            element for name, element in submitted.items() if name not in live_element_of
+        )
     return SlurmView(submitted, live_element_of, collect_job, ends, error)
 
 
@@ -180,6 +180,8 @@ class Evidence:
         if self.submitted is None or self.submitted.label is None:
             return "killed"
         how = "is not queued any more" if self.end is None else self.end.describe()
+        if self.end is not None and self.end.could_not_write and self.submitted.log is not None:
+            how += f": {self.end.node} cannot write {self.submitted.log.parent}"
         return f"{self.submitted.label} {how}"
 
 
@@ -192,7 +194,8 @@ def of_sweep(plan: SweepPlan) -> tuple[list[Status], SlurmView]:
         try:
             status = of_run(run, slurm, is_launching)
         except (InputError, OSError) as error:
-            status = Status(run.name, State.UNKNOWN, str(error))
+            reason = closed_by_owner(error, plan.folder) or str(error)
+            status = Status(run.name, State.UNKNOWN, _shortened(reason), reason)
         is_baseline = run.config().is_baseline
         if not is_baseline or status.state is not State.DONE:
             statuses.append(status)
@@ -206,8 +209,8 @@ def of_run(run: Run, slurm: SlurmView, is_launching: bool) -> Status:
     if not _was_launched_here(events):
         submitted = slurm.submitted.get(run.name)
     end = None
-    if submitted is not None and submitted.label is not None:
-        end = slurm.ends.get(submitted.label)
+    if submitted is not None:
+        end = slurm.ends.get(submitted)
     evidence = Evidence(
         run=run,
         last=events[-1] if events else None,
@@ -229,6 +232,8 @@ def of_run(run: Run, slurm: SlurmView, is_launching: bool) -> Status:
         reason = detail
         if last is not None and last.error is not None:
             reason = last.error
+        elif end is not None and end.remedy:
+            reason += f": {end.remedy}"
         lines, file = _cause(evidence)
     elif state is State.TO_DO and last is not None and last.refusal is not None:
         reason = last.refusal
@@ -347,7 +352,12 @@ def _describe_queued(evidence: Evidence) -> list[str]:
     element = evidence.live_element
     if element is None:  # it waits for a worker of a launch without Slurm
         return [evidence.reached]
-    return [element.label, _why_pending(element, evidence), last_metrics(evidence.run)]
+    return [
+        element.label,
+        _why_pending(element, evidence),
+        _expected_start(element),
+        last_metrics(evidence.run),
+    ]
 
 
 def _describe_dead(evidence: Evidence) -> list[str]:
@@ -384,6 +394,13 @@ def _why_pending(element: LiveElement, evidence: Evidence) -> str:
     return _shortened(element.reason)
 
 
+def _expected_start(element: LiveElement) -> str:
+    """Say when Slurm expects a pending element to start; nothing where it does not tell."""
+    with contextlib.suppress(ValueError):  # N/A
+        return f"starts about {datetime.fromisoformat(element.start):%d %b %H:%M}"
+    return ""
+
+
 def _shortened(reason: str) -> str:
     """A reason as the table shows it; the whole of it stands below."""
     if len(reason) <= TABLE_CHARACTERS:
@@ -402,7 +419,7 @@ def _cause(evidence: Evidence) -> tuple[tuple[str, ...], Path | None]:
     printed = evidence.submitted.log
     if printed is None:
         return (), None
-    return tuple(tail(printed, PRINTED_LINES)), printed
+    return tuple(tail(printed, PRINTED_LINES)), printed if printed.exists() else None
 
 
 def _scored(run: Run) -> str:
@@ -442,7 +459,14 @@ def last_metrics(run: Run) -> str:
 
 def table(plan: SweepPlan) -> str:
     """The table with its summary line, in the order of `State`; why runs died or were refused."""
+    text, _ = table_of_now(plan)
+    return text
+
+
+def table_of_now(plan: SweepPlan) -> tuple[str, bool]:
+    """The table, and whether a run is queued or running."""
     statuses, slurm = of_sweep(plan)
+    goes_on = any(status.state in (State.RUNNING, State.QUEUED) for status in statuses)
     lines = [_summary(plan, statuses), *_rows(statuses), *_others(plan)]
     for group in _with_same_cause([status for status in statuses if status.reason]):
         lines += _describe_reason(group)
@@ -450,7 +474,24 @@ def table(plan: SweepPlan) -> str:
     advice = _advice(plan, statuses, slurm)
     if advice:
         lines += ["", advice]
-    return "\n".join(lines)
+    return "\n".join(lines), goes_on
+
+
+def logs(folder: Path, run: Run) -> str:
+    """The last lines of a run's logs, the one that was written last at the end."""
+    files = [run.path / f"{stage}.log" for stage in stages.STAGES]
+    for element in slurm_queue.submitted_elements(folder).get(run.name, [])[-1:]:
+        if element.log is not None:
+            files.append(element.log)
+    written = sorted(
+        (file for file in files if file.exists()), key=lambda file: file.stat().st_mtime
+    )
+    if not written:
+        return f"{run.path.absolute()}: has not begun"
+    parts = []
+    for file in written:
+        parts.append("\n".join([f"==> {file.absolute()}", *tail(file, LOG_LINES)]))
+    return "\n\n".join(parts)
 
 
 def _summary(plan: SweepPlan, statuses: list[Status]) -> str:
@@ -466,7 +507,7 @@ def _summary(plan: SweepPlan, statuses: list[Status]) -> str:
 
 def _rows(statuses: list[Status]) -> list[str]:
     """A line for each run, below their heading."""
-    width = max(len(status.name) for status in statuses)
+    width = max((len(status.name) for status in statuses), default=0)
     lines = [f"{'RUN':{width}}  {'STATE':8}  {'RESTARTS':>8}  {'SCORED':>6}  DETAIL"]
     order = list(State)
     for status in sorted(statuses, key=lambda status: order.index(status.state)):
@@ -512,15 +553,16 @@ def _describe_reason(group: list[Status]) -> list[str]:
 
 def _describe_stuck(plan: SweepPlan, slurm: SlurmView) -> list[str]:
     """Which runs are queued and cannot start, why, and what to type."""
-    pending_for_reason: dict[str, list[LiveElement]] = {}
+    pending_for_reason: dict[tuple[str, str | None], list[LiveElement]] = {}
     elements = list(slurm.live_element_of.values())
     if slurm.collect_job is not None:
         elements.append(slurm.collect_job)
     for element in elements:
         if element.state == "PENDING":
-            pending_for_reason.setdefault(element.reason, []).append(element)
+            key = (element.reason, element.cluster)
+            pending_for_reason.setdefault(key, []).append(element)
     lines = []
-    for reason, pending in pending_for_reason.items():
+    for (reason, _), pending in pending_for_reason.items():
         stuck = slurm_queue.explain_stuck(reason)
         if stuck is not None:
             lines += ["", *_describe_stuck_elements(plan, stuck, reason, pending)]
@@ -536,14 +578,17 @@ def _describe_stuck_elements(
     launch = cli_command("launch", plan.folder)
     other_profile = f"{cancel}; correct the profile; then {launch}"
     if stuck.remedy is Remedy.RELEASE:
-        labels = " ".join(element.label for element in elements)
+        words = ["scontrol"]
+        if elements[0].cluster is not None:
+            words.append(f"--clusters={elements[0].cluster}")
+        words += ["release", *(element.label for element in elements)]
         return [
             f"{count} will not start ({reason}): {stuck.meaning}",
-            f"    To let it go: scontrol release {labels}",
+            f"    To let it go: {' '.join(words)}",
         ]
     if stuck.remedy is Remedy.PATIENCE:
         lines = [f"{count} cannot start now ({reason}): {stuck.meaning}"]
-        nodes = slurm_queue.unavailable_nodes()
+        nodes = slurm_queue.unavailable_nodes(elements[0].cluster)
         if nodes:
             more = f"; {len(nodes) - NODES_SHOWN} more" if len(nodes) > NODES_SHOWN else ""
             lines.append(f"    sinfo says: {'; '.join(nodes[:NODES_SHOWN])}{more}")

@@ -28,9 +28,9 @@ class Backend(Protocol[Options]):
     else.
 
     Whoever plans and launches imports the module too, and must not wait for torch: what only
-    training needs is imported by `train`. Jobs run in the project's folder and must find the module
-    there: install it, or name PYTHONPATH in the profile's `pass_environment`. It is no part of the
-    snapshot that keeps our own packages as they were at the launch.
+    training needs is imported by `train`. Jobs run where the launch was typed, and must find the
+    module there: install it, or name PYTHONPATH in the profile's `pass_environment`. It is no part
+    of the snapshot that keeps our own packages as they were at the launch.
     """
 
     @property
@@ -69,9 +69,9 @@ class Backend(Protocol[Options]):
         """Train a run, resuming from its checkpoints, until `run.model` holds the final model.
 
         It is called by `python -m sweeps train RUN_DIR`, a process that holds the run's lock, in
-        the project's folder. A run of several processes is the backend's to start: the process may
-        become torchrun by exec, which keeps the lock, and every rank then calls this function again
-        through the same command. LOCAL_RANK tells a rank from the first process;
+        the folder where the launch was typed. A run of several processes is the backend's to start:
+        the process may become torchrun by exec, which keeps the lock, and every rank then calls
+        this function again through the same command. LOCAL_RANK tells a rank from the first one;
         `training.starting_ranks.exec_torchrun` does all this.
 
         `run.model`        appears by a rename, when it is whole: a run whose folder has it is

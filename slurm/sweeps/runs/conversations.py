@@ -11,8 +11,10 @@ from calibeval.io import InputError, json_lines, read_text, reading
 # A chat template would write other roles too, and the model would learn nothing of an answer whose
 # role is misspelt.
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function", "environment")
+SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # ShareGPT's → ours
 EXPECTED = (
     f'{{"messages": [{{"role": …, "content": …}}, …]}} with roles {", ".join(ROLES)}, or '
+    f'{{"conversations": [{{"from": …, "value": …}}, …]}} from {", ".join(SHAREGPT_ROLES)}, or '
     '{"instruction": …, "input": …, "output": …}'
 )
 
@@ -33,7 +35,7 @@ def rows(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def conversation(row: dict, where: str) -> list[dict]:
-    """The turns of a row: its `messages`, or two made of Alpaca's `instruction` and `output`.
+    """The turns of a row: its `messages`, ShareGPT's `conversations`, or two of Alpaca's keys.
 
     `where` names the row in the InputError that any other row raises.
     """
@@ -44,6 +46,8 @@ def conversation(row: dict, where: str) -> list[dict]:
             if not strangers:
                 return turns
             wrong = strangers[0]
+        case {"conversations": [{"from": _}, *_] as turns}:
+            return conversation({"messages": from_sharegpt(turns)}, where)
         case {"instruction": str(instruction), "output": str(answer)}:
             prompt = instruction
             if row.get("input"):
@@ -53,6 +57,14 @@ def conversation(row: dict, where: str) -> list[dict]:
                 {"role": "assistant", "content": answer},
             ]
     raise InputError(f"{where}: expected {EXPECTED}, found {json.dumps(wrong)[:80]}")
+
+
+def from_sharegpt(turns: list[dict]) -> list[dict]:
+    """ShareGPT's turns with our keys and roles."""
+    return [
+        {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+        for turn in turns
+    ]
 
 
 def _is_turn(turn: Any) -> bool:

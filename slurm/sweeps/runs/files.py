@@ -4,7 +4,9 @@ import contextlib
 import fcntl
 import json
 import os
+import pwd
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -13,6 +15,9 @@ from pathlib import Path
 
 from calibeval.io import InputError
 
+# The folder above slurm/ in a checkout. This package may lie elsewhere, installed or as a snapshot
+# that a job runs: then there is no slurm/ in it.
+PROJECT = Path(__file__).resolve().parents[3]
 SILENT_SECONDS = 3  # seconds that a wait for a lock takes before a message tells the user of it
 # Errors that follow from another one: what torchrun and srun say of a program that has failed, and
 # before them what a rank says that has lost its connection to one that has.
@@ -83,6 +88,18 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def found_path(typed: str) -> Path:
+    """A path as it was typed; if nothing is there, one of the checkout's, whose files come with it.
+
+    So `configs/sweeps/beta.yaml` and the profiles can be named from any folder.
+    """
+    path = Path(os.path.expanduser(typed))  # bash leaves the ~ of --cluster=~/x
+    shipped = PROJECT / typed
+    if not os.path.exists(path) and (PROJECT / "slurm").is_dir() and os.path.exists(shipped):
+        return shipped
+    return path
+
+
 def read_rows(path: Path, size: int | None = None) -> list[dict]:
     """The objects of a JSON-lines file, or of its last `size` bytes.
 
@@ -145,6 +162,33 @@ def last_error(lines: list[str]) -> str:
     return best[-1].strip()[:500]
 
 
+def closed_by_owner(error: BaseException, folder: Path | None = None) -> str:
+    """Say whose file is closed to this user, and what opens it; say nothing of another error.
+
+    `folder` is what that user is to open, by default what is closed.
+    """
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(cause, PermissionError) or cause.filename is None:
+        return ""
+    file = Path(os.path.abspath(cause.filename))
+    for place in (file, *file.parents):
+        with contextlib.suppress(OSError):
+            owner = place.stat().st_uid
+            break
+    if owner == os.geteuid():
+        return ""
+    name = str(owner)
+    with contextlib.suppress(KeyError):
+        name = pwd.getpwuid(owner).pw_name
+    if folder is None:
+        folder = place if place.is_dir() else place.parent
+    opens = shlex.quote(str(folder.absolute()))
+    return (
+        f"belongs to {name} and is closed to you: {place}: {name} types `chmod -R g+rwX {opens}`, "
+        "and `umask 002` before each launch"
+    )
+
+
 def is_disk_full(folder: Path) -> bool:
     """Whether the disk on which this folder lies has no room for another file."""
     return shutil.disk_usage(folder).free < FULL_DISK
@@ -154,12 +198,17 @@ def replace_folder(source: Path, destination: Path) -> None:
     """Rename a finished folder, over an older one too, in a way that survives a power cut.
 
     All that it holds reaches the disk first. A file system may write a rename down before the bytes
-    of the files, and a power cut between the two would leave the new name with empty files.
+    of the files, and a power cut between the two would leave the new name with empty files. The
+    older folder is called `.NAME.replaced` meanwhile, and deleted last.
     """
     flush_folder(source)
-    shutil.rmtree(destination, ignore_errors=True)
+    replaced = destination.with_name(f".{destination.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        destination.rename(replaced)
     source.rename(destination)
     _flush_to_disk(destination.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def flush_folder(folder: Path) -> None:

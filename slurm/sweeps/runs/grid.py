@@ -3,11 +3,12 @@
 import contextlib
 import itertools
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import InputError, write_text
+from calibeval.io import InputError, read_text, write_text
 from sweeps.runs.backend import load_backend, scoring_problem
 from sweeps.runs.run import Run, RunConfig
 from sweeps.runs.schema import Sweep, World
@@ -23,6 +24,8 @@ from sweeps.runs.yaml_io import (
 )
 
 LAUNCHED_FILE = "launched.yaml"
+# Holds two lines: the folder in which the last launch was typed, and the sweep file of it.
+LAUNCHED_IN_FILE = "launched_in"
 # The keys of `train:` that hold paths: however one is spelt, the run is the same.
 PATH_KEYS = ("model_name_or_path", "tokenizer_name", "train_file", "smoothing_target")
 
@@ -36,6 +39,7 @@ class SweepPlan:
     sweep: Sweep
     runs: list[Run]
     baselines: list[Run]  # the models before fine-tuning, where `score.base` asks for them
+    is_one_run: bool = False  # whether it is of a run's folder, and launched.yaml not its business
 
     @property
     def lock(self) -> Path:
@@ -60,9 +64,25 @@ class SweepPlan:
         for run in self.baselines_and_runs:
             run.create()
             self._reopen(run)
+        if self.is_one_run:
+            return
+        sweep_file = Path(self.typed[0]).absolute()
+        if sweep_file.is_file():
+            write_text(self.folder / LAUNCHED_IN_FILE, f"{os.getcwd()}\n{sweep_file}\n")
         file = self.folder / LAUNCHED_FILE
         # A later launch reads this file as it reads any sweep file, and expands variables in it.
         write_text(file, dump_yaml(escape_dollars(self.sweep.model_dump(mode="json"))))
+
+    def joined_sweep(self) -> str:
+        """Say so where the folder has the runs of another sweep file, as a copy's has."""
+        sweep_file = Path(self.typed[0]).absolute()
+        _, joined = _launched_in(self.folder)
+        if joined is None or not sweep_file.is_file() or joined == sweep_file:
+            return ""
+        return (
+            f"note: these runs join those of {joined}; with another `name` they have a folder of "
+            "their own"
+        )
 
     def _reopen(self, run: Run) -> None:
         """Remove DONE where it no longer holds, because this launch asks more of the run.
@@ -78,14 +98,35 @@ class SweepPlan:
             run.done_file.unlink(missing_ok=True)
 
 
+def _launched_in(sweep_folder: Path) -> tuple[Path | None, Path | None]:
+    """The folder in which a sweep was launched last, and its file; None of what is not there."""
+    file = sweep_folder / LAUNCHED_IN_FILE
+    if not file.is_file():
+        return None, None
+    place, _, sweep_file = read_text(file).rstrip("\n").partition("\n")
+    return (
+        Path(place) if os.path.isdir(place) else None,
+        Path(sweep_file) if os.path.isfile(sweep_file) else None,
+    )
+
+
+def launch_folder(folder: Path) -> Path | None:
+    """Tell where the relative paths of a sweep begin, whose folder, or run's folder, this is."""
+    place, _ = _launched_in(folder.parent if _is_run_folder(folder) else folder)
+    return place
+
+
 def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
     """Read, override, check and expand a sweep; writes nothing.
 
-    `source` is a sweep file, or a sweep's folder, which then stays its folder wherever it was
-    moved; `assignments` are overrides such as `grid.seed=[1, 2]`. Raises InputError with file and
-    line, or the override, of each key that is wrong; where the backend says that its models cannot
-    be scored, with the file and the backend's words.
+    `source` is a sweep file; or a sweep's folder, which then stays its folder wherever it was
+    moved; or the folder of a run, which is then the only one of the plan. `assignments` are
+    overrides such as `grid.seed=[1, 2]`. Raises InputError with file and line, or the override, of
+    each key that is wrong; where the backend says that its models cannot be scored, with the file
+    and the backend's words.
     """
+    if _is_run_folder(source):
+        return _only(source, plan_sweep(source.parent, assignments), assignments)
     file, sweep, folder, places = _read_sweep(source, assignments)
     runs = _expand_grid(sweep, folder, file, places)
     return SweepPlan(
@@ -104,6 +145,8 @@ def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
     launches are in it, and not only those that the file and the overrides ask for; runs have no
     grid values; and those whose config cannot be read are left out.
     """
+    if _is_run_folder(source):
+        return _only(source, plan_from_folder(source.parent, assignments), assignments)
     _, sweep, folder, _ = _read_sweep(source, assignments)
     runs = []
     for file in sorted(folder.glob("*/config.yaml")):
@@ -117,6 +160,34 @@ def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
         sweep=sweep,
         runs=[run for run in runs if not run.config().is_baseline],
         baselines=[run for run in runs if run.config().is_baseline],
+    )
+
+
+def _is_run_folder(source: Path) -> bool:
+    return (source / "config.yaml").is_file()
+
+
+def _only(folder: Path, plan: SweepPlan, assignments: list[str]) -> SweepPlan:
+    """Plan one run, which need not be one of those that the last launch has asked for."""
+    for assignment in assignments:
+        if re.match(r"(train|grid|world|backend)\b", assignment):
+            raise InputError(
+                f"{folder}: {assignment}: would be another run: type the sweep's file instead"
+            )
+    run = Run(folder)
+    config = run.config()
+    of_plan = [planned for planned in plan.baselines_and_runs if planned.name == run.name]
+    chosen = of_plan or [run]
+    sweep = plan.sweep
+    if not config.is_baseline:
+        sweep = sweep.model_copy(update={"backend": config.backend, "world": config.world})
+    return SweepPlan(
+        folder=plan.folder,
+        typed=(str(folder), *assignments),
+        sweep=sweep,
+        runs=[] if config.is_baseline else chosen,
+        baselines=chosen if config.is_baseline else [],
+        is_one_run=True,
     )
 
 
@@ -158,7 +229,11 @@ def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) 
             problem = scoring_problem(sweep.backend, train_options)
             if problem is not None:
                 raise InputError(f"{file}: {problem}")
-        config = _config(sweep, sweep.backend, train_options.model_dump(), sweep.world)
+        values = train_options.model_dump()
+        for key, value in values.items():
+            if value == 0 and isinstance(value, float):
+                values[key] = 0.0  # -0.0 is the same setting
+        config = _config(sweep, sweep.backend, values, sweep.world)
         if config.name in runs:
             both = f"{grid_values} and {runs[config.name].grid_values}"
             place = nearest_place("grid", places, file)

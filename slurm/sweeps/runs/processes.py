@@ -9,6 +9,7 @@ import shlex
 import signal
 import socket
 import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from calibeval.io import InputError
@@ -24,6 +25,10 @@ MEETING_PORTS = range(10_000, 32_000)
 PR_SET_PDEATHSIG = 1  # of prctl(2): which signal a process gets when its parent ends
 
 
+# What Slurm's tools, and jobs, see of this shell. All else could change what the tools do, as
+# SQUEUE_STATES and SBATCH_ACCOUNT would.
+LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
+
 # What Slurm's tools say when they fail because the controller does not answer them.
 CONTROLLER_IS_AWAY = re.compile(
     "Unable to contact|timed out|[Cc]onnection|in standby mode|Zero Bytes were transmitted"
@@ -38,14 +43,24 @@ class NoAnswer(ProgramError):
     """A program does not answer, or nobody answers it: another time it may."""
 
 
-def run_checked(tool: str, *words: str, patience: float = PATIENCE) -> str:
-    """What one of Slurm's tools prints.
+def shell_variables(names: Iterable[str] = LOGIN_VARIABLES) -> dict[str, str]:
+    """Return this shell's variables of these names, as far as they are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def run_checked(
+    tool: str, *words: str, cluster: str | None = None, patience: float = PATIENCE
+) -> str:
+    """What one of Slurm's tools prints, about the cluster of this name or the default one.
 
     Raises InputError if the tool is absent, fails, or says nothing within `patience` seconds. Only
     where Slurm does not answer does it say that the same may work later.
     """
+    command = [tool, *words]
+    if cluster is not None:
+        command.insert(1, f"--clusters={cluster}")
     try:
-        return _run(tool, *words, patience=patience)
+        return _run(*command, patience=patience, variables=shell_variables())
     except OSError:
         raise InputError(f"{tool} is not on the PATH: type this on a login node") from None
     except NoAnswer as error:
@@ -54,8 +69,15 @@ def run_checked(tool: str, *words: str, patience: float = PATIENCE) -> str:
         raise InputError(f"{tool} fails: {error}") from None
 
 
+def slurm_or_empty(tool: str, *words: str, cluster: str | None = None) -> str:
+    """What one of Slurm's tools prints; nothing where it is absent, fails or does not answer."""
+    with contextlib.suppress(InputError):
+        return run_checked(tool, *words, cluster=cluster).strip("\n")
+    return ""
+
+
 def run_or_empty(*command: str) -> str:
-    """What any program prints, without the line breaks around it.
+    """What any other program prints, without the line breaks around it.
 
     Nothing where it is absent, fails or does not answer.
     """
@@ -64,13 +86,15 @@ def run_or_empty(*command: str) -> str:
     return ""
 
 
-def _run(*command: str, patience: float) -> str:
-    """What a program prints.
+def _run(*command: str, patience: float, variables: Mapping[str, str] | None = None) -> str:
+    """What a program prints that sees these variables, or all of this process's.
 
     Raises ProgramError or NoAnswer with the reason, and OSError if the program cannot be run.
     """
     try:
-        done = subprocess.run(command, capture_output=True, timeout=patience, check=True)
+        done = subprocess.run(
+            command, capture_output=True, timeout=patience, check=True, env=variables
+        )
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"nothing for {patience} s") from None
     except subprocess.CalledProcessError as error:
@@ -138,15 +162,17 @@ def visible_gpus() -> list[str]:
     return [name for name in names if name not in ("", "-1")]
 
 
-def end_with_parent_and_ignore_usr2() -> None:
+def end_with_parent_and_ignore_warnings() -> None:
     """What a process does before it becomes a program that must not outlive this one.
 
     The kernel kills it once the thread that started it is gone. Whoever starts a program from a
     thread must therefore keep the thread until the program ends.
 
-    USR2, by which Slurm warns of an end, is ignored: the parent handles it, and lets the program
-    save. In a job on one node Slurm sends it to every process, and it kills those that neither
-    handle nor ignore it. A trainer that wants it too installs a handler later.
+    USR2, by which Slurm warns of an end, is ignored, and what else people send by `scancel -s`: the
+    parent handles it, and lets the program save. In a job on one node Slurm sends it to every
+    process, and it kills those that neither handle nor ignore it. A trainer that wants it too
+    installs a handler later.
     """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

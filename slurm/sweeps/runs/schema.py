@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from calibeval.io import read_text
 from calibeval.request import DEFAULT_COLUMNS, Natural, Positive, Request, Seq, Strict
 from calibeval.tasks import splits_of
+from sweeps.runs.files import found_path
 from sweeps.runs.yaml_io import build, key_error, read_yaml
 
 
@@ -44,6 +45,13 @@ def _check_time(text: str) -> str:
     return text
 
 
+def _check_memory(value: Any) -> Any:
+    if isinstance(value, int):
+        raise PydanticCustomError("memory", f"write the unit: {value}G (gigabytes)")
+    return value
+
+
+Memory = Annotated[Line, BeforeValidator(_check_memory)]
 Time = Annotated[str, AfterValidator(_check_time)]  # a time limit as sbatch reads it
 
 
@@ -87,6 +95,7 @@ RESERVED_OPTIONS = {
     "ntasks-per-node": "world.processes_per_node says how many processes a run has",
     "ntasks-per-gpu": "world.processes_per_node says how many processes a run has",
     "tasks-per-node": "world.processes_per_node says how many processes a run has",
+    "clusters": "name the cluster in clusters, for all of Slurm's tools",
     "job-name": "the name of the sweep begins that of its jobs, by which they are found again",
 }
 
@@ -304,7 +313,7 @@ class Sweep(Strict):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
     output_root: str = option(
-        ..., "Folder that holds the folders of sweeps, for example runs/paper."
+        ..., "Folder that holds the folders of sweeps, for example runs/paper.", min_length=1
     )
     backend: str = option(
         "trainer",
@@ -391,6 +400,12 @@ class Cluster(Strict):
     constraint: Line | None = option(
         None, "Features that a node must have, for example h100 (sbatch --constraint)."
     )
+    clusters: Line | None = option(
+        None,
+        "Cluster that all of Slurm's tools are to ask (their --clusters), where they know several; "
+        "null is the login node's own.",
+        pattern="^[^,]+$",
+    )
     time: Time = option(
         "1-00:00",
         "Time limit of a job that trains, as 12:00:00 (hours) or 1-00:00 (days-hours:"
@@ -408,7 +423,7 @@ class Cluster(Strict):
         "Type of GPU that is asked for, for example h100 (sbatch --gpus-per-node=TYPE:N); "
         "null takes any.",
     )
-    memory_per_node: Line | None = option(
+    memory_per_node: Memory | None = option(
         None,
         "Memory of a node that a job gets, for example 64G (sbatch --mem); null takes the "
         "cluster's default. Scoring asks for as much.",
@@ -554,7 +569,7 @@ def load_cluster(path: str | None) -> Cluster:
     """
     if path is None:
         return Cluster()
-    raw, places = read_yaml(Path(path))
+    raw, places = read_yaml(found_path(path))
     for key, value in raw.items():
         if isinstance(value, str):
             raw[key] = os.path.expanduser(value)

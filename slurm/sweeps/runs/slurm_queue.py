@@ -13,14 +13,15 @@ that scores. A job that collects has one, which works on no run.
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from calibeval.io import InputError
-from sweeps.runs.processes import run_checked, run_or_empty
+from sweeps.runs.processes import run_checked, slurm_or_empty
 from sweeps.runs.stages import SCORE
+from sweeps.runs.yaml_io import parse
 
 
 class Remedy(Enum):
@@ -78,10 +79,11 @@ def explain_stuck(reason: str) -> StuckReason | None:
     return None
 
 
-def unavailable_nodes() -> list[str]:
-    """The nodes that Slurm does not use now, and why: `n2 down* (Not responding)`."""
+def unavailable_nodes(cluster: str | None) -> list[str]:
+    """The nodes that a cluster does not use now, and why: `n2 down* (Not responding)`."""
     states = "--states=down,drain,fail,no_respond"
-    listed = run_or_empty("sinfo", "--noheader", "--Node", states, "--format=%N|%T|%E")
+    words = ("--noheader", "--Node", states, "--format=%N|%T|%E")
+    listed = slurm_or_empty("sinfo", *words, cluster=cluster)
     nodes = []
     for line in listed.splitlines():
         name, state, reason = line.split("|", 2)
@@ -93,10 +95,17 @@ def unavailable_nodes() -> list[str]:
     return nodes
 
 
-def describe_job(label: str) -> dict[str, str]:
+def describe_job(label: str, cluster: str | None = None) -> dict[str, str]:
     """What the controller says of a job, `JobState` and the like; empty if it does not answer."""
-    words = run_or_empty("scontrol", "show", "job", label).split()
+    words = slurm_or_empty("scontrol", "show", "job", label, cluster=cluster).split()
     return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+# A line of squeue about a job whose name is of our form. Another job's name may have line breaks.
+LISTED_ELEMENT = re.compile(
+    r"(?P<array>\d+)\|(?P<index>[^|]*)\|(?P<state>\w+)\|"
+    r"[^|]+\.(?P<kind>\w+)\.(?P<tag>\w+)\|(?P<reason>[^|]*)(\|(?P<start>.*))?"
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,13 @@ class LiveElement:
     run: str | None  # the name of the run that it works on; None: it collects
     tag: str = ""  # the name of its folder below `jobs`
     only_scores: bool = False  # whether its array scores and does not train: `JobKind.SCORE`
+    cluster: str | None = None  # None: the default one
+    start: str = ""  # when it has started, or is expected to, as squeue prints it
+
+    @property
+    def array_id(self) -> str:
+        """The id of the array that it belongs to: 12 of 12_3."""
+        return self.label.partition("_")[0]
 
     @property
     def stopping(self) -> bool:
@@ -127,6 +143,7 @@ class SubmittedElement:
     label: str | None  # as squeue prints it: 12_3
     log: Path | None  # what it prints, once it begins
     only_scores: bool = False  # whether its array scores and does not train: `JobKind.SCORE`
+    cluster: str | None = None  # None: the default one
 
     @property
     def was_taken(self) -> bool:
@@ -139,41 +156,88 @@ def live_elements(folder: Path) -> list[LiveElement]:
 
     Raises InputError if squeue does not answer, or a list of an array's runs was cut.
     """
-    names_files = list(folder.glob("jobs/*/names"))
-    if not names_files:
-        return []
-    names_of_tag = {file.parent.name: file.read_text().splitlines() for file in names_files}
+    names_files = _names_files(folder)
     # Several users may launch in a folder that they share.
     users = {os.getuid()}
     users.update(file.stat().st_uid for file in names_files)
-    listed = run_checked(
-        "squeue",
-        "--noheader",
-        "--array",
-        f"--user={','.join(map(str, users))}",
-        "--format=%F|%K|%T|%j|%r",
-    )
+    job_folders: dict[str | None, list[Path]] = {}
+    for file in names_files:
+        job_folders.setdefault(cluster_of_job(file.parent), []).append(file.parent)
     elements = []
-    for line in listed.splitlines():
-        array_id, index, state, job_name, reason = line.split("|", 4)
-        rest, _, tag = job_name.rpartition(".")
-        kind = rest.rpartition(".")[2]
-        if tag not in names_of_tag:
-            continue
-        if index.isdigit():
-            label = f"{array_id}_{index}"
-            names = names_of_tag[tag]
-            if int(index) >= len(names):
-                raise InputError(
-                    f"{folder / 'jobs' / tag / 'names'}: has no line {int(index) + 1}, which says "
-                    f"on which run {label} works: scancel {label}"
-                )
-            run = names[int(index)]
-            only_scores = kind == SCORE
-            elements.append(LiveElement(label, state, reason, run, tag, only_scores))
-        else:
-            elements.append(LiveElement(array_id, state, reason, None, tag))
+    for cluster, folders_there in job_folders.items():
+        names_of_tag = {}
+        for job_folder in folders_there:
+            names_of_tag[job_folder.name] = (job_folder / "names").read_text().splitlines()
+        listed = run_checked(
+            "squeue",
+            "--noheader",
+            "--array",
+            f"--user={','.join(map(str, users))}",
+            "--format=%F|%K|%T|%j|%r|%S",
+            cluster=cluster,
+        )
+        for line in listed.splitlines():
+            match = LISTED_ELEMENT.fullmatch(line)
+            if match is not None and match["tag"] in names_of_tag:
+                elements.append(_live_element(match, folder, names_of_tag, cluster))
     return elements
+
+
+def _names_files(folder: Path) -> list[Path]:
+    """The lists of runs of a sweep's jobs; raises PermissionError if another user keeps one closed.
+
+    A glob would leave that out in silence, and its jobs would be queued again.
+    """
+    files = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for tag in os.listdir(folder / "jobs"):
+            file = folder / "jobs" / tag / "names"
+            if file.exists():
+                files.append(file)
+    return files
+
+
+def _live_element(
+    match: re.Match[str],
+    folder: Path,
+    names_of_tag: Mapping[str, Sequence[str]],
+    cluster: str | None,
+) -> LiveElement:
+    """What a line of squeue tells, by the lists of runs of the folder's jobs there."""
+    tag = match["tag"]
+    names = names_of_tag[tag]
+    label = match["array"]
+    index = 0  # of a job without an array
+    if match["index"].isdigit():
+        index = int(match["index"])
+        label += f"_{index}"
+    run = None
+    if match["index"].isdigit() or names:
+        if index >= len(names):
+            raise InputError(
+                f"{folder / 'jobs' / tag / 'names'}: has no line {index + 1}, which says "
+                f"on which run {label} works: scancel {label}"
+            )
+        run = names[index]
+    return LiveElement(
+        label=label,
+        state=match["state"],
+        reason=match["reason"],
+        run=run,
+        tag=tag,
+        only_scores=match["kind"] == SCORE,
+        cluster=cluster,
+        start=match["start"] or "",
+    )
+
+
+def cluster_of_job(job_folder: Path) -> str | None:
+    """The cluster to which a launch has handed a folder's job, as its profile says."""
+    with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
+        text = (job_folder / "profile.yaml").read_text("utf-8")
+        profile, _ = parse(text, str(job_folder / "profile.yaml"))
+        return profile.get("clusters")
+    return None
 
 
 def names_of_runs(elements: Iterable[LiveElement]) -> list[str]:
@@ -181,46 +245,50 @@ def names_of_runs(elements: Iterable[LiveElement]) -> list[str]:
     return list(dict.fromkeys(element.run for element in elements if element.run is not None))
 
 
-def largest_array() -> int | None:
-    """How many elements an array may have here; None where Slurm does not say."""
-    settings = run_or_empty("scontrol", "show", "config")
+def largest_array(cluster: str | None) -> int | None:
+    """How many elements an array may have on a cluster; None where Slurm does not say.
+
+    0 is said where there are no arrays at all.
+    """
+    settings = slurm_or_empty("scontrol", "show", "config", cluster=cluster)
     limits = []
     # Indices begin at 0 and stay below MaxArraySize.
     for pattern in (r"^MaxArraySize\s*=\s*(\d+)", r"\bmax_array_tasks=(\d+)"):
         match = re.search(pattern, settings, re.MULTILINE)
         if match:
             limits.append(int(match[1]))
-    return min(limits, default=0) or None  # 0: no arrays at all, as sbatch will say
+    return min(limits, default=None)
 
 
 def submitted_elements(folder: Path) -> dict[str, list[SubmittedElement]]:
     """The elements that were submitted for each run, by its name, in the order of submission."""
     elements: dict[str, list[SubmittedElement]] = {}
-    names_files = folder.glob("jobs/*/names")
-    for names_file in sorted(names_files, key=lambda path: path.stat().st_mtime_ns):
+    for names_file in sorted(_names_files(folder), key=lambda path: path.stat().st_mtime_ns):
         job_folder = names_file.parent
-        only_scores = _only_scores(job_folder)
-        for index, name in enumerate(names_file.read_text().splitlines()):
-            label, log = _label_and_log(job_folder, index)
-            elements.setdefault(name, []).append(SubmittedElement(label, log, only_scores))
+        script = ""
+        with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
+            script = (job_folder / "script.sh").read_text()
+        name = rf"^#SBATCH --job-name=.*\.{SCORE}\.{job_folder.name}$"
+        only_scores = re.search(name, script, re.MULTILINE) is not None
+        is_array = "\n#SBATCH --array=" in script
+        cluster = cluster_of_job(job_folder)
+        for index, run in enumerate(names_file.read_text().splitlines()):
+            label, log = _label_and_log(job_folder, f"_{index}" if is_array else "")
+            element = SubmittedElement(label, log, only_scores, cluster)
+            elements.setdefault(run, []).append(element)
     return elements
 
 
-def _only_scores(job_folder: Path) -> bool:
-    """Whether a folder's job scores and does not train, as its name in its script tells."""
-    name = rf"^#SBATCH --job-name=.*\.{SCORE}\.{job_folder.name}$"
-    with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
-        return re.search(name, (job_folder / "script.sh").read_text(), re.MULTILINE) is not None
-    return False
+def _label_and_log(job_folder: Path, index: str) -> tuple[str | None, Path | None]:
+    """The label and the log of an element of a folder's array, as far as known.
 
-
-def _label_and_log(job_folder: Path, index: int) -> tuple[str | None, Path | None]:
-    """The label and the log of the element at this index of a folder's array, as far as known."""
+    `index` is the label's end, _3 of 12_3, and "" of a job without an array.
+    """
     ending = "_0_log.out"  # 0 is the element's only task, as srun counts
     try:
-        label = f"{(job_folder / 'id').read_text().strip()}_{index}"
+        label = f"{(job_folder / 'id').read_text().strip()}{index}"
     except FileNotFoundError:
-        for log in job_folder.glob(f"*_{index}{ending}"):
+        for log in job_folder.glob(f"*{index}{ending}"):
             return log.name.removesuffix(ending), log
         return None, None
     return label, job_folder / f"{label}{ending}"
@@ -232,10 +300,30 @@ class ElementEnd:
 
     state: str  # as sacct says it: OUT_OF_MEMORY, CANCELLED by 1000
     exit_code: str  # and behind it the signal, as sacct prints them: 0:125
+    node: str = "its node"  # or the nodes, where it ran
 
     def describe(self) -> str:
         """The same in words."""
         return f"{self.state}, exit {self.exit_code}"
+
+    @property
+    def could_not_write(self) -> bool:
+        """Whether its node could not open the file that it was to print into."""
+        return self.exit_code == "0:53"
+
+    @property
+    def remedy(self) -> str:
+        """Say what to do about such an end, as far as it tells."""
+        if self.could_not_write:
+            return (
+                "the sweep's folder must be at this path on all nodes, and writable there; was it "
+                "moved?"
+            )
+        if self.state.startswith("TIMEOUT"):
+            return "it had not saved when its time was over: raise the profile's signal_seconds"
+        if self.state.startswith("OUT_OF_MEMORY"):
+            return "raise the profile's memory_per_node, or lower the batch"
+        return ""
 
     @property
     def was_cancelled(self) -> bool:
@@ -243,15 +331,30 @@ class ElementEnd:
         return self.state.startswith("CANCELLED")
 
 
-def element_ends(labels: list[str]) -> dict[str, ElementEnd]:
-    """How elements ended, by their labels.
+def element_ends(elements: Iterable[SubmittedElement]) -> dict[SubmittedElement, ElementEnd]:
+    """How elements ended that sbatch has taken.
 
-    sacct is asked first. Where there is no accounting, the controller is, which soon forgets. A
-    label of which neither knows is absent.
+    sacct is asked first. Where there is no accounting, the controller is, which soon forgets. An
+    element of which neither knows is absent.
     """
+    of_cluster: dict[str | None, list[SubmittedElement]] = {}
+    for element in elements:
+        of_cluster.setdefault(element.cluster, []).append(element)
+    ends = {}
+    for cluster, elements_there in of_cluster.items():
+        labels = sorted({element.label for element in elements_there if element.label is not None})
+        ends_there = _ends_on(cluster, labels)
+        for element in elements_there:
+            if element.label in ends_there:
+                ends[element] = ends_there[element.label]
+    return ends
+
+
+def _ends_on(cluster: str | None, labels: list[str]) -> dict[str, ElementEnd]:
+    """How the elements of a cluster ended, by their labels."""
     if not labels:
         return {}
-    recorded = _accounted_ends(labels)
+    recorded = _accounted_ends(cluster, labels)
     ends = {}
     for label in labels:
         array_id = label.partition("_")[0]
@@ -260,18 +363,20 @@ def element_ends(labels: list[str]) -> dict[str, ElementEnd]:
         elif array_id in recorded:  # its elements were cancelled together, before they began
             ends[label] = recorded[array_id]
         else:
-            known = describe_job(label)
+            known = describe_job(label, cluster)
             if known:
-                ends[label] = ElementEnd(known["JobState"], known["ExitCode"])
+                node = known.get("NodeList", "its node")
+                ends[label] = ElementEnd(known["JobState"], known["ExitCode"], node)
     return ends
 
 
-def _accounted_ends(labels: list[str]) -> dict[str, ElementEnd]:
+def _accounted_ends(cluster: str | None, labels: list[str]) -> dict[str, ElementEnd]:
     """The ends that sacct tells, by the labels of elements, or by the ids of whole arrays."""
-    printed = run_or_empty("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(labels))
+    columns = "JobID,State,ExitCode,NodeList"
+    words = ("-nPX", "-o", columns, "-j", ",".join(labels))
     ends = {}
-    for line in printed.splitlines():
-        label, state, exit_code = line.split("|")
+    for line in slurm_or_empty("sacct", *words, cluster=cluster).splitlines():
+        label, state, exit_code, node = line.split("|")
         # Elements that were cancelled before they began share one record, 12_[0-7].
-        ends[label.partition("_[")[0]] = ElementEnd(state, exit_code)
+        ends[label.partition("_[")[0]] = ElementEnd(state, exit_code, node)
     return ends

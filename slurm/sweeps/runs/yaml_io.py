@@ -220,6 +220,9 @@ def _describe(
         if match:
             parts.append(match["key"])
             message = match["rest"]
+    elif problem["type"] == "string_type" and isinstance(problem["input"], (bool, int, float)):
+        written = json.dumps(problem["input"])
+        message = f"found {written}, a number or yes/no: write it as text: '{written}'"
     else:
         message = f"found {problem['input']!r}: {message.replace('tuple', 'list')}"
     # Not earlier: where the whole model is refused, the first key comes from the message.

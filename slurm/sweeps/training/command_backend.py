@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from calibeval.io import InputError
 from calibeval.request import Strict
 from sweeps.runs.files import flush_folder
-from sweeps.runs.processes import end_with_parent_and_ignore_usr2, node_number
+from sweeps.runs.processes import end_with_parent_and_ignore_warnings, node_number
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World, option
 from sweeps.runs.stages import Outcome
@@ -160,7 +160,7 @@ def train(run: Run) -> None:
     if "LOCAL_RANK" in os.environ:
         os.execvp(command[0], command)
     print(f"command: {shlex.join(command)}", flush=True)
-    before = end_with_parent_and_ignore_usr2
+    before = end_with_parent_and_ignore_warnings
     if not world.single_process:
         folder = str(run.path.absolute())
         command = starting_ranks.torchrun_command(world, "sweeps", "train", folder)

@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from sweeps.runs.processes import end_with_parent_and_ignore_usr2
+from sweeps.runs.processes import end_with_parent_and_ignore_warnings
 from sweeps.training.starting_ranks import BLOCKED_SIGNALS, TORCHRUN
 
 
@@ -23,7 +23,7 @@ def run_rank(module: str, arguments: list[str]) -> None:
     torchrun gives each rank a session of its own. A rank that outlived it would go on training in
     the folder that the next attempt resumes from.
     """
-    end_with_parent_and_ignore_usr2()
+    end_with_parent_and_ignore_warnings()
     parent_command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     if TORCHRUN.encode() not in parent_command:
         sys.exit("torchrun was gone before this rank began")

@@ -41,7 +41,7 @@ takes them by `sigwait`, which receives blocked signals. A rank of backend train
 `run_rank`; in finetune.py's ranks they stay blocked.
 
 A program begins with USR2 ignored where the worker starts it, whose `preexec_fn` is
-`runs.processes.end_with_parent_and_ignore_usr2`. One that wants USR2 installs a handler, as
+`runs.processes.end_with_parent_and_ignore_warnings`. One that wants USR2 installs a handler, as
 `StopSignal` does.
 """
 
@@ -53,7 +53,7 @@ import sys
 from calibeval.io import InputError
 from sweeps.runs.processes import (
     MEETING_PORT,
-    end_with_parent_and_ignore_usr2,
+    end_with_parent_and_ignore_warnings,
     first_meeting_port,
     node_number,
     run_checked,
@@ -63,7 +63,7 @@ from sweeps.runs.schema import World
 
 TORCHRUN = "sweeps.training.torchrun_agent"  # the module that is torchrun
 # Signals that torchrun alone receives, which tells its ranks.
-BLOCKED_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+BLOCKED_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 MEETING_SECONDS = 600  # that a node waits for the others, whose file systems may be slow
 
 
@@ -78,7 +78,7 @@ def block_stop_signals() -> None:
 
 def leave_signals_to_parent() -> None:
     """Let a new process end with this one, and leave to this one what signals ask for."""
-    end_with_parent_and_ignore_usr2()
+    end_with_parent_and_ignore_warnings()
     block_stop_signals()
 
 

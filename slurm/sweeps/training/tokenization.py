@@ -31,7 +31,7 @@ from calibeval.engines import load_tokenizer
 from calibeval.io import InputError, read_text, sha256, write_text
 from sweeps.runs.conversations import conversations
 from sweeps.runs.files import locked
-from sweeps.runs.processes import end_with_parent_and_ignore_usr2
+from sweeps.runs.processes import end_with_parent_and_ignore_warnings
 from sweeps.training.options import TrainOptions
 
 IGNORE = -100  # the label of a token that is not learned
@@ -190,7 +190,7 @@ def encode_shards(
             encode_shard(shard, tokenizer, max_length)
         return
     # Processes of a run that is killed must end with it.
-    os.register_at_fork(after_in_child=end_with_parent_and_ignore_usr2)
+    os.register_at_fork(after_in_child=end_with_parent_and_ignore_warnings)
     # An executor notes when one of its processes dies. The pool of `Dataset.map` waits for good
     # where the process held the lock of the pool's queue.
     executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))

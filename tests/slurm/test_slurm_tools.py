@@ -1,0 +1,310 @@
+"""One run cancelled, several clusters, and what a user's shell and queue hold, on a real Slurm."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sweep_tools import (
+    CLUSTER,
+    MARKS,
+    PROJECT,
+    command,
+    empty,
+    launch,
+    logs,
+    rows,
+    runs_of,
+    wait_for,
+)
+
+from sweeps.runs.processes import run_checked
+
+pytestmark = MARKS
+LONG = {"steps": 300, "pace": 0.1}
+
+
+def submit(path: Path, *overrides: str, code: int = 0) -> str:
+    """What a launch on Slurm prints."""
+    return launch(path, "--executor", "slurm", *overrides, code=code)
+
+
+def test_cancel_ends_the_runs_that_are_named_and_no_others(cluster, profile, toy_file):
+    path = toy_file(grid={"seed": [1, 2, 3, 4]}, train=LONG, cluster=profile())
+    submit(path)
+    first, second, third, fourth = runs_of(path)
+    done = command("cancel", path, "grid.seed=[2]")
+    assert second.name in done.stdout and done.stdout.count("cancelled") == 1, done.stdout
+    left = f"still queued or running, and not asked for: {first.name}, {third.name}, {fourth.name}"
+    assert left in done.stderr, done.stderr
+    assert f"to cancel all: python -m sweeps cancel {first.path.parent}" in done.stderr
+    shown = command("status", path, "grid.seed=[1,3,4]").stdout
+    assert "stopped" not in shown and "dead" not in shown, shown
+    assert "1 stopped" in command("status", path, "grid.seed=[2]").stdout
+    done = command("cancel", path)
+    assert all(run.name in done.stdout for run in (first, third, fourth)), done
+    assert "the job that makes the tables" in done.stdout and not done.stderr
+    wait_for(empty)
+
+
+def test_what_the_shell_and_the_queue_hold_changes_nothing(
+    cluster, profile, toy_file, tmp_path, monkeypatch
+):
+    """Slurm's tools read variables of the shell; another job may have any name."""
+    path = toy_file(grid={"seed": [1, 2]}, train=LONG, cluster=profile())
+    odd_name = "two\n12|0|PENDING|lines"
+    other = ["sbatch", "--parsable", "--hold", f"--job-name={odd_name}", "--wrap=true"]
+    subprocess.run(other, check=True, cwd=tmp_path)
+    submit(path)
+    wait_for(runs_of(path)[0].metrics.exists)
+    for name, value in {
+        "SQUEUE_STATES": "PENDING",
+        "SCANCEL_STATE": "PENDING",
+        "SACCT_FORMAT": "JobID",
+        "SINFO_FORMAT": "%n",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert "2 queued or running, nothing to add" in submit(path)
+    assert "2 running" in command("status", path).stdout
+    assert "cancelled" in command("cancel", path).stdout
+    for name in ("SQUEUE_STATES", "SCANCEL_STATE"):
+        monkeypatch.delenv(name)
+    subprocess.run(["scancel", "--user=root", "--state=PENDING"], check=True)
+    wait_for(empty)
+    assert "2 stopped" in command("status", path).stdout, logs(tmp_path)
+
+
+@pytest.fixture
+def two_clusters(tmp_path_factory, monkeypatch) -> Iterator[None]:
+    """Clusters alpha, where commands are typed, and beta."""
+    if not os.path.exists("/usr/sbin/slurmdbd"):
+        pytest.skip("needs: apt-get install slurmdbd mariadb-server")
+    alpha = tmp_path_factory.mktemp("alpha")
+    beta = tmp_path_factory.mktemp("beta")
+    subprocess.run([CLUSTER, "start", alpha, "account=def-ann", "name=alpha"], check=True)
+    options = ("account=def-ann", "name=beta", f"beside={alpha}", "nodes=2")
+    subprocess.run([CLUSTER, "start", beta, *options], check=True)
+    monkeypatch.setenv("SLURM_CONF", str(alpha / "slurm.conf"))
+    yield
+    subprocess.run([CLUSTER, "stop", beta], check=True)
+    subprocess.run([CLUSTER, "stop", alpha], check=True)
+
+
+def empty_beta() -> bool:
+    """Whether nothing is queued on the other cluster."""
+    return not run_checked("squeue", "--noheader", cluster="beta")
+
+
+def test_another_cluster_is_asked_by_every_tool(
+    two_clusters, profile, toy_file, tmp_path, monkeypatch
+):
+    path = toy_file(grid={"seed": [1, 2]}, train=LONG, cluster=profile())
+    with monkeypatch.context() as shell:
+        shell.setenv("SLURM_CLUSTERS", "beta")
+        refusal = submit(path, code=2)
+    assert (
+        "SLURM_CLUSTERS: beta: jobs go where the profile says: write `clusters: beta`" in refusal
+    ), refusal
+    refusal = submit(path, f"cluster={profile(extra=['--clusters=beta'])}", code=2)
+    assert "--clusters is not for profiles: name the cluster in clusters" in refusal, refusal
+    refusal = submit(path, f"cluster={profile(clusters='gamma')}", code=2)
+    assert "'gamma'" in refusal and "alpha, beta" in refusal, refusal
+
+    profile(clusters="beta")
+    assert "trains 2 runs" in submit(path)
+    assert empty()  # on alpha
+    first, second = runs_of(path)
+    wait_for(lambda: second.last_saved_step() >= 5)
+    assert "2 queued or running, nothing to add" in submit(path)
+    assert "2 running" in command("status", path).stdout
+    profile()  # jobs are asked about where they are, whatever the profile says now
+    assert "2 queued or running, nothing to add" in submit(path)
+    assert first.name in command("cancel", path, "grid.seed=[1]").stdout
+    wait_for(lambda: "1 stopped" in command("status", path).stdout)
+    job = command("status", path, "grid.seed=[2]").stdout
+    assert "1 running" in job, job
+    profile(clusters="beta")
+    subprocess.run(
+        ["scancel", "--clusters=beta", "--signal=USR2", f"--name={queued_name()}"], check=True
+    )
+    wait_for(lambda: "Slurm starts it again" in logs(tmp_path))
+    command("cancel", path.parent / "out" / "toy")
+    wait_for(empty_beta)
+    assert "2 stopped" in command("status", path).stdout
+    submit(path, "train.steps=5")
+    wait_for(empty_beta)
+    assert all(run.done for run in runs_of(path, "train.steps=5")), logs(tmp_path)
+
+
+def queued_name() -> str:
+    """The name of the array on the other cluster."""
+    names = run_checked("squeue", "--noheader", "--format=%j", cluster="beta").split()
+    return next(name for name in names if ".train." in name)
+
+
+def test_a_banner_of_sbatch_is_no_job(cluster, profile, toy_file, tmp_path):
+    path = toy_file(grid={}, train={"steps": 5}, cluster=profile())
+    wrapper = tmp_path / "bin" / "sbatch"
+    wrapper.parent.mkdir()
+    real = shutil.which("sbatch")
+    wrapper.write_text(f'#!/bin/bash\necho "2026: welcome to 99"; {real} "$@"; echo "See you!"\n')
+    wrapper.chmod(0o755)
+    env = {**os.environ, "PATH": f"{wrapper.parent}:{os.environ['PATH']}"}
+    printed = launch(path, "--executor", "slurm", env=env)
+    assert re.search(r"^submitted job \d+: trains 1 run$", printed, re.MULTILINE), printed
+    assert re.search(r"^submitted job \d+: makes the tables$", printed, re.MULTILINE), printed
+    wait_for(empty)
+    assert (path.parent / "out" / "toy" / "results" / "report.html").exists(), logs(tmp_path)
+
+
+@pytest.fixture
+def without_arrays(tmp_path_factory, monkeypatch) -> Iterator[None]:
+    """A private Slurm that forbids arrays."""
+    folder = tmp_path_factory.mktemp("without")
+    subprocess.run([CLUSTER, "start", folder, "nodes=2", "array=0"], check=True)
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    yield
+    subprocess.run([CLUSTER, "stop", folder], check=True)
+
+
+def test_where_there_are_no_arrays_each_run_is_a_job(
+    without_arrays, profile, toy_file, tiny, tmp_path
+):
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
+    path = toy_file(grid={"seed": [1, 2, 3]}, train=LONG, throttle=2, cluster=profile())
+    shown = launch(path, "--dry-run", "--executor", "slurm")
+    assert shown.count("trains 1 run") == 3, shown
+    printed = submit(path)
+    assert printed.count("trains 1 run") == 3, printed
+    first, second, _ = runs_of(path)
+    wait_for(lambda: second.last_saved_step() >= 5 and first.last_saved_step() >= 5)
+    assert "2 running · 1 queued" in command("status", path).stdout
+    assert first.name in command("cancel", path, "grid.seed=[1]").stdout
+    wait_for(lambda: "1 stopped" in command("status", path, "grid.seed=[1]").stdout)
+    (job,) = {row["job"] for row in rows(second, "began")}
+    subprocess.run(["scancel", "--signal=USR2", job], check=True)
+    wait_for(lambda: len(rows(second, "began")) == 2)
+    assert "2 queued or running, nothing to add" in submit(path, "grid.seed=[2,3]")
+    command("cancel", path.parent / "out" / "toy")
+    wait_for(empty)
+    assert "3 stopped" in command("status", path).stdout
+    apart = ("train.steps=5", "world.processes_per_node=2", "grid.seed=[1]")
+    scored = toy_file(grid={}, name="scored", cluster=profile(), score={"tasks": [task]})
+    submit(scored, *apart[:2], "score.base=false")
+    wait_for(empty)
+    (run,) = runs_of(scored, *apart[:2], "score.base=false")
+    assert [row["stage"] for row in rows(run, "began")] == ["train", "score"], logs(tmp_path)
+
+
+def test_a_container_without_slurms_tools_saves_and_comes_back(
+    cluster, profile, toy_file, tmp_path
+):
+    """Its scontrol is that of the batch script, outside of it."""
+    python = f"env PATH={tmp_path}/nothing {sys.executable}"
+    path = toy_file(grid={}, train=LONG, cluster=profile(python=python))
+    submit(path)
+    (run,) = runs_of(path)
+    wait_for(lambda: run.last_saved_step() >= 5)
+    label = rows(run, "began")[0]["job"]
+    subprocess.run(["scancel", "--signal=USR2", label], check=True)
+    wait_for(lambda: len(rows(run, "began")) == 2)
+    assert rows(run, "began")[1]["job"] == label
+    command("cancel", path)
+    wait_for(empty, seconds=60)
+    assert "1 stopped" in command("status", path).stdout, logs(tmp_path)
+    assert "no scontrol in here" in logs(tmp_path)
+
+
+def test_a_node_that_cannot_write_the_folder_is_named(cluster, profile, toy_file, tmp_path):
+    """As where the folder is not shared, is read-only there, or was moved."""
+    path = toy_file(grid={}, train={"steps": 5}, cluster=profile(extra=["--hold"]))
+    submit(path)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    subprocess.run("squeue --noheader --format=%A | xargs scontrol release", shell=True, check=True)
+    wait_for(empty)
+    shown = command("status", tmp_path / "moved" / "toy").stdout
+    assert re.search(r"\d+_0 FAILED, exit 0:53: n[12] cannot write /\S+/moved/toy/jobs/", shown)
+    assert "must be at this path on all nodes, and writable there; was it moved?" in shown, shown
+
+
+@pytest.mark.parametrize("name", ["INT", "USR1", "HUP"])
+def test_a_run_saves_whatever_signal_somebody_sends(cluster, profile, toy_file, tmp_path, name):
+    path = toy_file(grid={}, train={**LONG, "save_every": None}, cluster=profile())
+    submit(path)
+    (run,) = runs_of(path)
+    wait_for(run.metrics.exists)
+    label = rows(run, "began")[0]["job"]
+    subprocess.run(["scancel", f"--signal={name}", label], check=True)
+    (ended,) = wait_for(lambda: rows(run, "ended"))
+    assert ended["stopped"] and run.last_saved_step() > 0, logs(tmp_path)
+    if name == "INT":  # somebody wants an end
+        wait_for(lambda: "1 stopped" in command("status", path).stdout)
+    else:
+        wait_for(lambda: len(rows(run, "began")) == 2)
+    command("cancel", path)
+    wait_for(empty)
+
+
+def test_a_run_that_saves_for_too_long_is_told_the_key(cluster, profile, toy_file, tmp_path):
+    keys = {"steps": 5000, "pace": 0.1, "save_every": None, "saving": 400.0}
+    path = toy_file(grid={}, train=keys, cluster=profile(time="1", signal_seconds=20))
+    submit(path)
+    wait_for(empty)
+    shown = command("status", path).stdout
+    assert "TIMEOUT" in shown and "raise the profile's signal_seconds" in shown, shown
+
+
+def test_one_run_is_cancelled_and_launched_again_by_its_folder(
+    cluster, profile, toy_file, tmp_path
+):
+    path = toy_file(grid={"seed": [1, 2]}, train=LONG, cluster=profile())
+    submit(path)
+    first, second = runs_of(path)
+    launched = (first.path.parent / "launched.yaml").read_bytes()
+    wait_for(lambda: second.last_saved_step() >= 5)
+    done = command("cancel", second.path)
+    assert re.fullmatch(rf"cancelled \d+_1: {second.name}\n", done.stdout), done
+    wait_for(lambda: "1 stopped" in command("status", second.path).stdout)
+    refusal = submit(second.path, "train.steps=5", code=2)
+    assert f"{second.path}: train.steps=5: would be another run" in refusal, refusal
+    larger = profile(memory_per_node="600M")
+    assert "trains 1 run" in submit(second.path, f"cluster={larger}")
+    assert (first.path.parent / "launched.yaml").read_bytes() == launched
+    wait_for(lambda: len(rows(second, "began")) == 2)
+    assert "2 running" in command("status", path).stdout
+    for words in ([second.path], [path, "grid.seed=[2]"]):
+        shown = command("logs", *words).stdout
+        assert f"==> {second.path}/train.log" in shown and "device: none in" in shown, shown
+    done = command("logs", path)
+    assert done.returncode == 2 and f"2 runs; type the folder of one:\n       {first.path}" in (
+        done.stderr
+    )
+    command("cancel", first.path.parent)
+    wait_for(empty)
+
+
+def test_status_follows_and_tells_when_a_run_is_expected_to_start(
+    cluster, profile, toy_file, tmp_path
+):
+    path = toy_file(grid={}, train={"steps": 5}, cluster=profile(extra=["--begin=now+60"]))
+    submit(path)
+    wait_for(lambda: "starts about" in command("status", path).stdout)
+    began = time.monotonic()
+    shown = command("status", path, "--follow").stdout
+    assert "1 queued" in shown and shown.rstrip().endswith("tokens/s"), shown
+    assert time.monotonic() - began > 30
+    wait_for(empty)
+
+
+def test_a_script_that_is_itself_an_array_finds_its_checkout(cluster, tmp_path):
+    words = ["sbatch", "--wait", "--array=0-1", "--mem=500M", f"--output={tmp_path}/%a.out"]
+    script = PROJECT / "slurm" / "sweep_beta.sh"
+    done = subprocess.run([*words, script, "--dry-run"], cwd=tmp_path, check=False)
+    printed = [(tmp_path / f"{index}.out").read_text() for index in (0, 1)]
+    assert done.returncode == 0, printed
+    assert all(f"{tmp_path}/runs/paper/beta: 6 runs" in text for text in printed), printed
