@@ -318,9 +318,9 @@ def explain(
     """
     if isinstance(hidden, nn.Module):
         return _explain_model(hidden)
-    if weight is None:
-        raise TypeError("explain takes hidden states and a weight, or a patched model")
     checks.check_tensors(hidden=hidden)  # the labels' shape is made from its shape
+    if weight is None:
+        raise TypeError("weight must be a tensor, not NoneType")
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64)
     call = make_call(
         hidden,
