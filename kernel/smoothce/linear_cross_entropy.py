@@ -318,9 +318,9 @@ def explain(
     """
     if isinstance(hidden, nn.Module):
         return _explain_model(hidden)
-    if weight is None:
-        raise TypeError("explain takes hidden states and a weight, or a patched model")
     checks.check_tensors(hidden=hidden)  # the labels' shape is made from its shape
+    if weight is None:
+        raise TypeError("weight must be a tensor, not NoneType")
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64)
     call = make_call(
         hidden,
@@ -342,6 +342,7 @@ def _explain_model(model: nn.Module) -> str:
 
 
 # `help()` and notebooks show the keywords one by one.
-_signature = inspect.signature(linear_cross_entropy)
-_shown = [parameter for name, parameter in _signature.parameters.items() if name != "labels"]
-vars(explain)["__signature__"] = _signature.replace(parameters=_shown, return_annotation=str)
+_signature = inspect.signature(explain)
+_keywords = [*inspect.signature(linear_cross_entropy).parameters.values()][3:]
+_shown = [*_signature.parameters.values()][:2] + _keywords
+vars(explain)["__signature__"] = _signature.replace(parameters=_shown)

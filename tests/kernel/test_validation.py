@@ -130,6 +130,10 @@ def test_a_signature_shows_every_option_and_its_default(function):
     assert inspect.Parameter.VAR_KEYWORD not in kinds
 
 
+def test_the_signature_of_explain_takes_a_model_alone():
+    inspect.signature(smoothce.explain).bind(torch.nn.Linear(1, 1))
+
+
 def test_editors_complete_every_option():
     """`LossKeywords` and what overloads name are the keywords of the loss."""
     keywords = {**LossKeywords.__annotations__, "impl": str}
