@@ -18,6 +18,7 @@ from tiny_models import VOCABULARY, assert_same, batch, expected, gradients, tin
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
 BETA = 0.2
+V5 = int(transformers.__version__.split(".")[0]) >= 5
 
 
 class WithLoss(transformers.LlamaForCausalLM):
@@ -214,10 +215,11 @@ def test_token_weights_are_an_argument_of_the_forward():
     valid = (data["labels"][:, 1:] != -100).flatten()
     want = (each * weights[:, 1:].flatten()).sum() / weights[:, 1:].flatten()[valid].sum()
     torch.testing.assert_close(model(**data, token_weights=weights).loss, want)
-    shifted = F.pad(data["labels"][:, 1:], (0, 1), value=-100)
-    moved = F.pad(weights[:, 1:], (0, 1))
-    given = {**data, "shift_labels": shifted, "token_weights": moved}
-    torch.testing.assert_close(model(**given).loss, want)
+    if V5:
+        shifted = F.pad(data["labels"][:, 1:], (0, 1), value=-100)
+        moved = F.pad(weights[:, 1:], (0, 1))
+        given = {**data, "shift_labels": shifted, "token_weights": moved}
+        torch.testing.assert_close(model(**given).loss, want)
     with pytest.raises(ValueError, match=r"token_weights must have the labels' shape \(3, 9\)"):
         model(**data, token_weights=weights[:, 1:])
     other = with_loss(
@@ -449,6 +451,7 @@ def test_a_saved_model_comes_back_patched():
     assert torch.equal(loaded(**batch()).logits, unpatch_model(model)(**batch()).logits)
 
 
+@pytest.mark.skipif(not V5, reason="older models call CrossEntropyLoss, which breaks the graph")
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM"])
 def test_a_compiled_forward_is_one_graph(name):
     model, data = patch_model(tiny(name), label_smoothing=BETA), batch()

@@ -324,8 +324,8 @@ class PatchedForward:
             inputs["num_items_in_batch"] = items
         if deferral.with_smoothing and settings.reduction == "sum":
             inputs.pop("num_items_in_batch", None)
-        elif items is not None and not self.takes_items:
-            deferral.divisor = inputs.pop("num_items_in_batch")
+        elif not self.takes_items:
+            deferral.divisor = inputs.pop("num_items_in_batch", None)
         outer_deferral = head.deferral
         head.deferral = deferral
         try:
