@@ -351,15 +351,18 @@ def _estimate_with_interval(name: str, scores: Scores, clusters: Array | None) -
     metric = METRICS[name]
     questions = len(scores.labels)
     numbers = None if clusters is None else _cluster_numbers(clusters, questions)
-    values = metric(Sample.observed(scores))
+    observed = Sample.observed(scores)
+    values = metric(observed)
     if not np.isfinite(values).all():
         return Estimate()
     drawn = [
-        metric(Sample.resampled(scores, counts))
+        metric.draws(Sample.resampled(scores, counts))
         for counts in measures.resamples(questions, evaluations.RESAMPLES, numbers)
     ]
     cluster_count = None if numbers is None else int(numbers.max()) + 1
-    side = stats.Side(values, np.concatenate(drawn)[None], cluster_count=cluster_count)
+    unit_values = evaluations.unit_values(observed, numbers)
+    draws = np.concatenate(drawn)[None]
+    side = stats.side_of(name, values, draws, [unit_values], cluster_count)
     return stats.estimate_mean(side, metric.lowest, metric.highest)
 
 
