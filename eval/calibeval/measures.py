@@ -141,16 +141,25 @@ class Scores:
         return Binning(self.confidence, self.equal_width_edges, self.order)
 
     @cached_property
+    def equal_mass_edges(self) -> np.ndarray:
+        """The confidences in the places round(i N / B) of all in their order, (B − 1,)."""
+        return _values_in_even_places(self.ranked_confidence, self.bin_count)
+
+    @cached_property
+    def equal_mass(self) -> "Binning":
+        """Bins of as many questions each, but for questions of equal confidence."""
+        return Binning(self.confidence, self.equal_mass_edges, self.order)
+
+    @cached_property
     def folded_edges(self) -> np.ndarray:
         """The inner edges of Hendrycks' bins, of about 100 questions each, (B − 1,).
 
-        Edge i of B bins is the value in place round(i N / B) of all N values max(p, 1 − p), in
-        their order, of the confidences p.
+        They are in the places round(i N / B) of all N values max(p, 1 − p), in their order, of the
+        confidences p.
         """
         folded = np.maximum(self.confidence, 1 - self.confidence)
         bin_count = max(1, len(folded) // QUESTIONS_PER_FOLDED_BIN)
-        places = np.round(np.arange(1, bin_count) * len(folded) / bin_count).astype(int)
-        return np.sort(folded)[places]
+        return _values_in_even_places(np.sort(folded), bin_count)
 
     @cached_property
     def folded(self) -> "Binning":
@@ -171,6 +180,12 @@ class Scores:
     def ranked_correct(self) -> np.ndarray:
         """`correct` of the questions by ascending confidence, (1, N)."""
         return self.correct[None, self.order]
+
+
+def _values_in_even_places(ascending: np.ndarray, bin_count: int) -> np.ndarray:
+    """The values in the places round(i N / B) of N ascending ones, for i from 1 to B − 1."""
+    places = np.round(np.arange(1, bin_count) * len(ascending) / bin_count).astype(int)
+    return ascending[places.clip(max=len(ascending) - 1)]
 
 
 class EventScores(Scores):
@@ -203,10 +218,10 @@ class EventScores(Scores):
 class Cells(EventScores):
     """Very many questions, with those of nearly one confidence taken together.
 
-    A cell is an interval of the confidence that no edge of `equal_width` or `folded` divides, nor
-    one of CELLS quantiles. It stands for two answers with its mean confidence, a wrong one and a
-    right one, of which a sample of cells has many. So a sample of C cells is computed from 2 C
-    numbers in place of N.
+    A cell is an interval of the confidence that no edge of `equal_width`, `equal_mass` or `folded`
+    divides, nor one of CELLS quantiles. It stands for two answers with its mean confidence, a wrong
+    one and a right one, of which a sample of cells has many. So a sample of C cells is computed
+    from 2 C numbers in place of N.
 
     Args:
         scores: The questions.
@@ -219,7 +234,8 @@ class Cells(EventScores):
     def __init__(self, scores: Scores):
         level = scores.level[scores.order]
         quantiles = level[np.arange(CELLS) * len(level) // CELLS]
-        edges = [scores.equal_width_edges, scores.folded_edges, 1 - scores.folded_edges, quantiles]
+        folded = (scores.folded_edges, 1 - scores.folded_edges)
+        edges = [scores.equal_width_edges, scores.equal_mass_edges, *folded, quantiles]
         starts = np.searchsorted(level, np.concatenate(edges).round(TIE_DECIMALS))
         starts = np.unique(np.append(starts, 0))
         starts = starts[starts < len(level)]
@@ -228,6 +244,7 @@ class Cells(EventScores):
         self.mean_confidence = np.minimum(sums / self.sizes, 1)
         both = np.tile([False, True], len(starts))
         super().__init__(np.repeat(self.mean_confidence, 2), both, scores.bin_count)
+        self.equal_mass_edges = scores.equal_mass_edges
         self.folded_edges = scores.folded_edges
         cell_of_rank = np.repeat(np.arange(len(starts)), self.sizes)
         answer_of_rank = 2 * cell_of_rank + scores.correct[scores.order].astype(int)
@@ -407,12 +424,16 @@ class Sample:
 
         Raises `ValueError` of simulated answers, which do not say that.
         """
+        self.refuse_without_labels()
+        return self.mean(values)
+
+    def refuse_without_labels(self) -> None:
+        """Raise `ValueError` of simulated answers, which do not say which choice is right."""
         if self.has_own_correct:
             raise ValueError(
                 "simulated answers say whether the likeliest choice is right, and not which choice "
                 "is; a metric that needs that has no floor"
             )
-        return self.mean(values)
 
     @cached_property
     def _float_counts(self) -> np.ndarray:
@@ -595,6 +616,31 @@ def _harmonic_sums_below(size: int) -> np.ndarray:
 def ece(sample: Sample) -> np.ndarray:
     """Expected calibration error, Σ w_b |Δ_b| over equal-width bins (Naeini et al. 2015)."""
     return (sample.bins.weight * np.abs(sample.bins.gap)).sum(1)
+
+
+def ece_equal_mass(sample: Sample) -> np.ndarray:
+    """`ece` over bins that hold as many questions each (Nixon et al. 2019, "adaptive")."""
+    bins = sample.scores.equal_mass.of(sample.ranked_correct, _counts(sample))
+    return (bins.weight * np.abs(bins.gap)).sum(1)
+
+
+def ece_classwise(sample: Sample) -> np.ndarray:
+    """Mean over choices k of Σ w_b |Δ_b|, for p_k and whether k is right (Kull et al. 2019).
+
+    Over bins of equal width. Simulated answers do not tell which choice is right (`Sample`).
+    """
+    sample.refuse_without_labels()
+    scores = sample.scores
+    errors = []
+    for choice in range(scores.probs.shape[1]):
+        binning = Binning(scores.probs[:, choice], scores.equal_width_edges)
+        is_right = (scores.labels == choice)[None, binning.order].astype(float)
+        counts = None
+        if not sample.has_each_once:
+            counts = sample.counts.take(binning.order, axis=1).astype(float, copy=False)
+        bins = binning.of(is_right, counts)
+        errors.append((bins.weight * np.abs(bins.gap)).sum(1))
+    return np.mean(errors, axis=0)
 
 
 def rms(sample: Sample) -> np.ndarray:
@@ -856,6 +902,20 @@ _TABLE = (
         "floor",
         "ECE",
         "ECE: 15 equal-width bins of the likeliest choice's probability.",
+    ),
+    Metric(
+        ece_equal_mass,
+        "lower",
+        "floor",
+        "equal-mass ECE",
+        "Equal-mass ECE: 15 bins of as many answers each.",
+    ),
+    Metric(
+        ece_classwise,
+        "lower",
+        "none",
+        "class-wise ECE",
+        "Class-wise ECE: the mean over choices of the ECE of each choice's probability.",
     ),
     Metric(rms, "lower", "floor", "RMS", "RMS: the root mean square of the same bins' gaps."),
     Metric(

@@ -89,13 +89,13 @@ def test_a_resample_is_a_sample_of_copied_questions(n, seed, ties):
     for row, counts_of_row in enumerate(counts.astype(int)):
         copied = np.repeat(np.arange(n), counts_of_row)
         expected = values_of(scored(probs[copied], labels[copied]))
-        for name in (*WITH_INTERVAL, "ece", "rms", "rms_debiased", "mcb", "dsc"):
+        for name in (*WITH_INTERVAL, "ece", "ece_classwise", "rms", "rms_debiased", "mcb", "dsc"):
             value = METRICS[name](sample)[row]
             assert value == pytest.approx(expected[name], abs=1e-9, nan_ok=True), name
 
 
 # Simulated answers do not say which choice is right, which these need.
-OF_LABELS = ("nll", "brier")
+OF_LABELS = ("nll", "brier", "ece_classwise")
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -337,7 +337,7 @@ def test_cells_read_what_their_questions_read():
     of_questions = Sample.resampled(scores, counts)
     of_cells = Sample.resampled(cells, cells.counts(counts))
     assert (of_cells.counts.sum(1) == counts.sum(1)).all()
-    for metric in METRICS.values():
+    for metric in (*WITH_INTERVAL.values(), *WITH_FLOOR.values()):
         if not metric.is_mean:
             expected = metric(of_questions)
             assert metric(of_cells) == pytest.approx(expected, rel=0.02, abs=2e-4), metric.name
