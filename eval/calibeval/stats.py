@@ -422,7 +422,10 @@ def bonett_price(differences: np.ndarray) -> tuple[float, float, float]:
     middle = up - down
     variance = (up + down - middle**2) / (questions + 2)
     half_width = NORMAL_QUANTILE * math.sqrt(max(variance, 0.0))
-    return middle - half_width, middle + half_width, effective_count(differences)
+    most = max(1.0, float(np.abs(differences).max()))  # that a question can differ by
+    low = max(middle - half_width, -most)
+    high = min(middle + half_width, most)
+    return low, high, effective_count(differences)
 
 
 def are_paired(sides: Sequence[Side]) -> bool:
