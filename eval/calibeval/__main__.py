@@ -23,7 +23,7 @@ from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_
 
 if TYPE_CHECKING:
     from calibeval.api import SubjectSummary
-    from calibeval.evaluations import Cluster
+    from calibeval.evaluations import Evaluation
 
 RECORDS = "RECORDS.jsonl"
 TASK_FIELDS = [name for name in Task.model_fields if name != "name"]
@@ -121,7 +121,9 @@ def run_score(arguments: argparse.Namespace) -> None:
     options = request.model_dump(exclude={"tasks"})
     calibeval.score(arguments.model, tasks=request.tasks, out=out.parent, **options)
     if arguments.json:
-        print_json(summary_of_file(out))
+        from calibeval import evaluations
+
+        print_json(summary_of(evaluations.load(out)))
 
 
 def request_from(arguments: argparse.Namespace) -> Request:
@@ -200,10 +202,12 @@ def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
 
 def run_metrics(arguments: argparse.Namespace) -> None:
     """Recompute metrics from records."""
-    from calibeval import api, records
+    from calibeval import api, evaluations, records
 
     for path in arguments.records:
-        summary = summary_of_file(path, arguments.normalise, arguments.cluster)
+        parts = evaluations.PARTS if arguments.json else evaluations.SUMMARY_PARTS
+        evaluation = evaluations.load(path, arguments.normalise, arguments.cluster, parts)
+        summary = summary_of(evaluation)
         records.warn_of_ties(path, summary["tied"], summary["questions"])
         if arguments.subjects:
             summary["by_subject"] = api.summarize_subjects(path, arguments.normalise)
@@ -213,15 +217,12 @@ def run_metrics(arguments: argparse.Namespace) -> None:
             print_metrics(path, summary)
 
 
-def summary_of_file(
-    path: Path, normalise: str | None = None, cluster: "Cluster | None" = None
-) -> dict[str, Any]:
+def summary_of(evaluation: "Evaluation") -> dict[str, Any]:
     """A record file's metrics in each confidence, and what its reliability diagrams show."""
-    from calibeval import api, evaluations, stats
+    from calibeval import api, stats
 
-    evaluation = evaluations.load(path, normalise, cluster)
     return {
-        "records": str(path),
+        "records": str(evaluation.path),
         "normalise": evaluation.normalise,
         "intervals": stats.coverage_of([evaluation]),
         "metrics": api.summarize(evaluation),
@@ -290,12 +291,15 @@ def run_compare(arguments: argparse.Namespace) -> None:
     from calibeval import api, evaluations, measures, records, stats
 
     if arguments.common:
-        a, b = records.common(arguments.a, arguments.b, arguments.normalise)
-        evaluation_a = evaluations.measure(a, arguments.cluster)
-        evaluation_b = evaluations.measure(b, arguments.cluster)
+        evaluation_a, evaluation_b = (
+            evaluations.measure(common, arguments.cluster, parts=["draws"])
+            for common in records.common(arguments.a, arguments.b, arguments.normalise)
+        )
     else:
-        evaluation_a = evaluations.load(arguments.a, arguments.normalise, arguments.cluster)
-        evaluation_b = evaluations.load(arguments.b, arguments.normalise, arguments.cluster)
+        evaluation_a, evaluation_b = (
+            evaluations.load(path, arguments.normalise, arguments.cluster, ["draws"])
+            for path in (arguments.a, arguments.b)
+        )
     for evaluation in (evaluation_a, evaluation_b):
         records.warn_of_ties(evaluation.path, evaluation.tied, evaluation.questions)
     comparisons = api.compare(evaluation_a, evaluation_b, arguments.different_prompts)
@@ -310,6 +314,13 @@ def run_compare(arguments: argparse.Namespace) -> None:
     by_square = ", ".join(measures.COMPARED_BY_SQUARE)
     print(f"difference: b − a; of {by_square} T_b − T_a, the squares before they are cut at 0")
     print(f"low, high: 95 % intervals {stats.coverage_of([evaluation_a])}, where known to cover")
+    differing = stats.differing_answers(evaluation_a, evaluation_b)
+    if differing < stats.ENOUGH_ANSWERS and evaluation_a.cluster is None:
+        print(
+            f"{differing} of {evaluation_a.questions:,} answers are right in one of the two alone: "
+            "accuracy and ece_signed have Bonett and Price's interval, and a difference that fewer "
+            f"than {stats.FEWEST_OF_DIFFERENCE} questions make up has none"
+        )
     made = [one for by_metric in comparisons.values() for one in by_metric.values()]
     count = sum(one["p"] is not None for one in made)
     print(

@@ -4,6 +4,7 @@ Each takes records as `calibeval.score` returns them, a file of records, or an `
 is what `calibeval.evaluations` has computed of one. `calibeval` itself exports these functions.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from statistics import fmean
 
@@ -12,7 +13,7 @@ from typing_extensions import TypedDict
 from calibeval import evaluations, measures, stats
 from calibeval import records as record_files
 from calibeval.comparable import COMMON_REMEDY, same_normaliser, same_prompts, same_questions
-from calibeval.evaluations import Cluster, Evaluation
+from calibeval.evaluations import Cluster, Evaluation, Part
 from calibeval.io import InputError
 from calibeval.measures import ConfidenceDefinition, Sample, Scores
 from calibeval.records import Records
@@ -33,25 +34,30 @@ class Comparison(TypedDict):
     better: str | None  # "a" or "b"; None where no difference survives Holm's correction
 
 
-def evaluation_of(records: RecordsLike, cluster: Cluster | None = None) -> Evaluation:
-    """The evaluation of some records; that of a file is kept beside it.
+def evaluation_of(
+    records: RecordsLike, cluster: Cluster | None, parts: Collection[Part]
+) -> Evaluation:
+    """The evaluation of some records, with these parts; that of a file is kept beside it.
 
     `cluster` is "subject" to resample whole subjects; of an `Evaluation` it was said when that was
-    made.
+    made, and so were its parts.
     """
     if isinstance(records, Evaluation):
         return records
     if isinstance(records, Records):
-        return evaluations.measure(records, cluster)
-    return evaluations.load(Path(records), cluster=cluster)
+        return evaluations.measure(records, cluster, parts=parts)
+    return evaluations.load(Path(records), cluster=cluster, parts=parts)
 
 
 def summarize(
-    records: RecordsLike, cluster: Cluster | None = None
+    records: RecordsLike,
+    cluster: Cluster | None = None,
+    metrics: Collection[str] | None = None,
 ) -> dict[str, dict[str, Estimate]]:
-    """Every metric in each definition of confidence: {confidence: {metric: estimate}}.
+    """Metrics in each definition of confidence, by default all: {confidence: {metric: estimate}}.
 
-    Of an `Evaluation` that was measured for some metrics alone it is these, without their floors.
+    With `metrics` these alone are computed, of a file each time anew. Of an `Evaluation` it is what
+    that holds: one that was measured for some metrics alone has no floors.
 
     An estimate is a value with its 95 % interval, or with its floor and p. Where neither is known
     it is the value alone, as of accuracy where all answers are right. The confidence "choices" is
@@ -61,12 +67,18 @@ def summarize(
     subjects are resampled, of which there must be ten, and intervals hold for subjects like these.
     Records that cannot be used raise `InputError`.
     """
-    evaluation = evaluation_of(records, cluster)
+    if metrics is not None and not isinstance(records, Evaluation):
+        scored = records if isinstance(records, Records) else record_files.read(Path(records))
+        evaluation = evaluations.measure(scored, cluster, metrics, evaluations.SUMMARY_PARTS)
+    else:
+        evaluation = evaluation_of(records, cluster, evaluations.SUMMARY_PARTS)
     estimates: dict[str, dict[str, Estimate]] = {}
     # `among` is a definition of confidence: "choices" or "vocabulary".
     for among in evaluation.confidences:
         estimates[among] = {
-            metric: stats.estimate([evaluation], metric, among) for metric in evaluation.metrics
+            metric: stats.estimate([evaluation], metric, among)
+            for metric in evaluation.metrics
+            if metrics is None or metric in metrics
         }
     return estimates
 
@@ -128,8 +140,8 @@ def compare(
     Raises `InputError` for other questions, for questions that were asked in other words unless
     `different_prompts`, and for two evaluations without a metric in common.
     """
-    evaluation_a = evaluation_of(a, cluster)
-    evaluation_b = evaluation_of(b, cluster)
+    evaluation_a = evaluation_of(a, cluster, ["draws"])
+    evaluation_b = evaluation_of(b, cluster, ["draws"])
     same_questions([evaluation_a, evaluation_b], COMMON_REMEDY)
     same_normaliser(evaluation_a, evaluation_b)
     if not different_prompts:
@@ -178,7 +190,7 @@ def reliability(
     `confidence` is the definition of confidence (`calibeval.measures`): "choices", or "vocabulary"
     where the records have it; else `InputError`.
     """
-    evaluation = evaluation_of(records)
+    evaluation = evaluation_of(records, None, ["curves"])
     if confidence not in evaluation.reliability:
         known = ", ".join(map(repr, evaluation.reliability)) or "none, since it was not computed"
         raise InputError(f"{evaluation.path}: no confidence {confidence!r}; there is {known}")

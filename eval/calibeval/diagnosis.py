@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SPLIT_SEED = 0
 FEWEST_QUESTIONS = 2 * scaling.FEWEST_ANSWERS
+ERRORS = ("ece", "rms_debiased")  # the ECE with its floor, and the squared error with its draws
 TICKS = (0, 0.5, 1)
 NEAR_P = (SIGNIFICANCE / 5, 2 * SIGNIFICANCE)  # between these a verdict is printed with its p
 GUIDE = "docs/should-i-smooth.md"
@@ -170,8 +171,9 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
     Both must answer the same questions in the same words. `figure` is the name of a PNG file.
     Raises `InputError` for records that cannot be compared, or fewer than 40 questions.
     """
-    base_evaluation = evaluations.load(Path(base))
-    tuned_evaluation = evaluations.load(Path(tuned))
+    parts = evaluations.SUMMARY_PARTS if figure is None else evaluations.PARTS
+    base_evaluation = evaluations.load(Path(base), parts=parts)
+    tuned_evaluation = evaluations.load(Path(tuned), parts=parts)
     same_questions([base_evaluation, tuned_evaluation])
     same_normaliser(base_evaluation, tuned_evaluation, SCORE_ALIKE)
     same_prompts(base_evaluation, tuned_evaluation, remedy=SCORE_ALIKE)
@@ -222,7 +224,7 @@ def with_temperatures(
     result: Check, tuned: Evaluation, cooled: Records, temperatures: tuple[float, float]
 ) -> Check:
     """What was found, with what the cross-fitted temperatures do to the tuned model's answers."""
-    cooled_evaluation = evaluations.measure(cooled)
+    cooled_evaluation = evaluations.measure(cooled, None, ERRORS, evaluations.SUMMARY_PARTS)
     return replace(
         result,
         temperatures=temperatures,
@@ -325,6 +327,11 @@ def error_sentence(
         return f"{text}."
     text += f"; before fine-tuning they were {described(before)}."
     size = in_thousandths(change)
+    if change.low is None:
+        return (
+            f"{text} The squared calibration error's change has no interval: too few questions "
+            "make it up."
+        )
     if change.significant:
         direction = "higher" if number_of(change) > 0 else "lower"
         return f"{text} The squared calibration error is {direction} than before{size}."

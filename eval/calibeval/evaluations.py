@@ -1,7 +1,8 @@
-"""The evaluation of one record file: every metric, and what its interval or floor is made from.
+"""The evaluation of one record file: its metrics, and what their intervals or floors are made from.
 
 `measure` makes an `Evaluation` of records in memory. `load` makes that of a file and keeps it
-beside the file, since the resamples of a large one take seconds to minutes. `calibeval.stats` turns
+beside the file. Both compute the parts of it (`Part`) that are wanted, since the resamples of many
+questions take seconds. `calibeval.stats` turns
 one evaluation, or those of several seeds, into estimates, and two into differences.
 
 What is resampled as a whole is a cluster; of records it is always a subject so far. A *unit* is a
@@ -22,20 +23,21 @@ question or, where clusters are resampled, a cluster. To add a cluster key, such
 To add a metric, see `calibeval.measures`.
 """
 
+import base64
 import hashlib
 import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
+from tqdm import tqdm
 from typing_extensions import assert_never
 
 from calibeval import bins, kernel_smoothing, measures, squared_error
@@ -59,14 +61,17 @@ RESAMPLES = 1000  # of the questions, for intervals
 SIMULATIONS = 499  # of calibrated answers, for floors and p-values
 BAND_SAMPLES = 199  # for the bands of a reliability curve
 CURVE_POINTS = 101  # at which a reliability curve is drawn
-PARALLEL_QUESTIONS = 50_000  # from which definitions of confidence are computed side by side
 SIGNIFICANCE = 0.05  # level of every test; an interval covers 1 less this
 LOW = SIGNIFICANCE / 2  # the ends of a 95 % interval
 HIGH = 1 - LOW
 FEWEST_CLUSTERS = 10  # to resample: with fewer no interval is known to cover
-MOST_COUNTED_UNITS = 200  # questions or subjects whose own values are kept, for exact sign tests
+PROGRESS_AFTER = 5  # seconds, after which a bar on a terminal shows how far the samples are
 
 Cluster = Literal["subject"]  # what questions may be resampled by
+# What of an evaluation takes long: `draws` and `squares`; `floor_tests`; `reliability`.
+Part = Literal["draws", "floors", "curves"]
+PARTS: tuple[Part, ...] = get_args(Part)
+SUMMARY_PARTS: tuple[Part, ...] = ("draws", "floors")  # of estimates
 T = TypeVar("T")
 
 
@@ -102,18 +107,21 @@ class Evaluation:
     letter_mass: float | None
     confidences: tuple[ConfidenceDefinition, ...]  # the definitions of it that the records allow
     # {definition of confidence: {curve: its points}}, as the function `reliability` returns it.
+    # What `Part` names is empty where it was not wanted.
     reliability: dict[ConfidenceDefinition, dict[str, list]]
-    # {definition of confidence: {metric: …}}, here and in the four below.
+    # {definition of confidence: {metric: …}}, here and in the five below.
     values: dict[ConfidenceDefinition, dict[str, float | None]]
     floor_tests: dict[ConfidenceDefinition, dict[str, FloorTest]]  # of metrics that have a floor
     # Of metrics that have an interval: (R,) of R resamples.
     draws: dict[ConfidenceDefinition, dict[str, np.ndarray]] = field(repr=False)
     # Of metrics that are compared by their squares.
     squares: dict[ConfidenceDefinition, dict[str, SquareDraws]] = field(repr=False)
-    # Of metrics that have an interval: (U,), as the function `unit_values` returns them.
+    # Of metrics that are means: (U,), as the function `unit_values` returns them.
     unit_values: dict[ConfidenceDefinition, dict[str, np.ndarray]] = field(
         repr=False, default_factory=dict
     )
+    # Of metrics that are compared by their squares: the square, before it is cut at 0.
+    squared_values: dict[ConfidenceDefinition, dict[str, float]] = field(default_factory=dict)
     # `measure` always gives the following; the defaults serve evaluations that are made by hand.
     subjects: int = 1  # how many the questions are of
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
@@ -129,6 +137,12 @@ class Evaluation:
     def metrics(self) -> tuple[str, ...]:
         """The metrics that were computed, in the order of `METRICS`: all unless some were named."""
         return tuple(self.values[self.confidences[0]])
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What was computed of what takes long."""
+        computed = {"draws": self.draws, "floors": self.floor_tests, "curves": self.reliability}
+        return tuple(part for part in PARTS if computed[part])
 
     @property
     def cluster_count(self) -> int | None:
@@ -148,32 +162,66 @@ class Evaluation:
         return self.cluster_count
 
 
-def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Evaluation:
+def load(
+    path: Path,
+    normalise: str | None = None,
+    cluster: Cluster | None = None,
+    parts: Collection[Part] = PARTS,
+) -> Evaluation:
     """Return a record file's evaluation, which is kept beside it.
 
     The file is `<file>.stats.json`, with the options before the ending that were given, such as
     `<file>.sum.subject.stats.json`. It is made anew when the records, their sidecar or the code
-    that makes it change, and where the kept one is not what was written.
+    that makes it change, and where the kept one is not what was written. It holds the parts that
+    were wanted so far.
 
     Args:
         path: The records.
         normalise: sum, bytes or characters; by default the records' convention.
         cluster: "subject" to resample whole subjects, not single questions.
+        parts: What is wanted of what takes long.
 
     Raises:
         InputError: The records cannot be read; or TooFewClusters, of the same kind.
     """
     path = Path(path)
+    _check_options(cluster, parts)
     options = [option for option in (normalise, cluster) if option is not None]
-    kept = path.with_name(".".join([path.name, *options, "stats.json"]))
+    kept_path = path.with_name(".".join([path.name, *options, "stats.json"]))
     key = [sha256(path), _sidecar_digest(path), code_digest(), *options]
-    evaluation = _read_kept(kept, key, path)
-    if evaluation is None:
-        evaluation = measure(record_files.read(path, normalise), cluster)
-        content = _to_json(evaluation)
-        with suppress(InputError):  # a read-only folder only costs the time to compute it again
-            write_text(kept, json.dumps([key, _digest(content), content]))
+    kept = _read_kept(kept_path, key, path)
+    missing = [part for part in parts if kept is None or part not in kept.parts]
+    if kept is not None and not missing:
+        return kept
+    evaluation = measure(record_files.read(path, normalise), cluster, parts=missing)
+    if kept is not None:
+        evaluation = _with_parts_of(evaluation, kept)
+    content = _to_json(evaluation)
+    with suppress(InputError):  # a read-only folder only costs the time to compute it again
+        write_text(kept_path, json.dumps([key, _digest(content), content]))
     return evaluation
+
+
+def _check_options(cluster: str | None, parts: Collection[str]) -> None:
+    """Raise `InputError` where a cluster or a part is none that there is."""
+    clusters = get_args(Cluster)
+    if cluster is not None and cluster not in clusters:
+        known = ", ".join(map(repr, clusters))
+        raise InputError(f"cluster is {cluster!r}; expected {known}, or None for single questions")
+    for part in parts:
+        if part not in PARTS:
+            raise InputError(f"parts: no {part!r}; expected {', '.join(PARTS)}")
+
+
+def _with_parts_of(evaluation: Evaluation, other: Evaluation) -> Evaluation:
+    """An evaluation with the parts that it lacks from another one of the same records."""
+    return replace(
+        evaluation,
+        draws=evaluation.draws or other.draws,
+        squares=evaluation.squares or other.squares,
+        floor_tests=evaluation.floor_tests or other.floor_tests,
+        reliability=evaluation.reliability or other.reliability,
+    )
 
 
 def _sidecar_digest(path: Path) -> str | None:
@@ -201,25 +249,33 @@ def _read_kept(kept: Path, key: list[str | None], path: Path) -> Evaluation | No
 def _to_json(evaluation: Evaluation) -> dict[str, Any]:
     """An evaluation as JSON has it, without its path."""
     content = {name: value for name, value in vars(evaluation).items() if name != "path"}
-    content["draws"] = _with_converted_values(np.ndarray.tolist, evaluation.draws)
+    content["draws"] = _with_converted_values(_array_to_json, evaluation.draws)
     content["squares"] = _with_converted_values(_square_to_json, evaluation.squares)
-    content["unit_values"] = _with_converted_values(np.ndarray.tolist, evaluation.unit_values)
+    content["unit_values"] = _with_converted_values(_array_to_json, evaluation.unit_values)
     return content
+
+
+def _array_to_json(values: np.ndarray) -> list[str]:
+    """An array as the name of its type and its bytes in base 64, short and quick to read."""
+    return [values.dtype.str, base64.b64encode(values.tobytes()).decode()]
+
+
+def _array_from_json(content: list[str]) -> np.ndarray:
+    dtype, text = content
+    return np.frombuffer(base64.b64decode(text), dtype)
 
 
 def _square_to_json(square: SquareDraws) -> dict[str, Any]:
     return {
-        "observed": square.observed,
-        "noise_part": square.noise_part.tolist(),
-        "gap_part": square.gap_part.tolist(),
+        "noise_part": _array_to_json(square.noise_part),
+        "gap_part": _array_to_json(square.gap_part),
     }
 
 
 def _square_from_json(content: dict[str, Any]) -> SquareDraws:
     return SquareDraws(
-        observed=content["observed"],
-        noise_part=np.array(content["noise_part"]),
-        gap_part=np.array(content["gap_part"]),
+        noise_part=_array_from_json(content["noise_part"]),
+        gap_part=_array_from_json(content["gap_part"]),
     )
 
 
@@ -230,9 +286,9 @@ def _from_json(content: dict[str, Any], path: Path) -> Evaluation:
         "floor_tests": _with_converted_values(
             lambda test: FloorTest(*test), content["floor_tests"]
         ),
-        "draws": _with_converted_values(np.array, content["draws"]),
+        "draws": _with_converted_values(_array_from_json, content["draws"]),
         "squares": _with_converted_values(_square_from_json, content["squares"]),
-        "unit_values": _with_converted_values(np.array, content["unit_values"]),
+        "unit_values": _with_converted_values(_array_from_json, content["unit_values"]),
     }
     return Evaluation(path, **{**content, **converted})
 
@@ -276,17 +332,20 @@ def samples_of(records: Records) -> dict[ConfidenceDefinition, Sample]:
 
 
 def measure(
-    records: Records, cluster: Cluster | None = None, metrics: Collection[str] | None = None
+    records: Records,
+    cluster: Cluster | None = None,
+    metrics: Collection[str] | None = None,
+    parts: Collection[Part] | None = None,
 ) -> Evaluation:
     """Return the evaluation of records in memory.
 
     Args:
         records: The records.
         cluster: "subject" to resample whole subjects, not single questions.
-        metrics: The names of the metrics that are wanted, by default all. Where some are named,
-            `values`, `draws` and `squares` hold these alone, and `floor_tests` and `reliability`
-            are empty, since they take most of the time. `unit_values` holds all metrics that have
-            an interval, which the sign test of a difference needs.
+        metrics: The names of the metrics that are wanted, by default all. Where some are named, the
+            evaluation holds these alone, but for `unit_values`.
+        parts: What is wanted of what takes long, by default all, and only the draws where some
+            metrics are named.
 
     Raises:
         InputError: There is no metric of a name; or TooFewClusters, of fewer than ten subjects.
@@ -294,17 +353,23 @@ def measure(
     for name in metrics or ():
         if name not in METRICS:
             raise InputError(f"metrics: no {name!r}; expected {', '.join(METRICS)}")
+    if parts is None:
+        parts = PARTS if metrics is None else ("draws",)
+    _check_options(cluster, parts)
     records = in_order(records)
     clusters = None if cluster is None else _cluster_numbers(records, cluster)
     observed = samples_of(records)
-    draws, squares = resampled_metrics(observed, clusters, metrics)
-    curves: dict[ConfidenceDefinition, dict[str, list]] = {}
+    draws: dict[ConfidenceDefinition, dict[str, np.ndarray]] = {}
+    squares: dict[ConfidenceDefinition, dict[str, SquareDraws]] = {}
     tests: dict[ConfidenceDefinition, dict[str, FloorTest]] = {}
-    if metrics is None:
-        curves = _for_each_confidence(lambda sample: reliability(sample, clusters), observed)
-        tests = _for_each_confidence(
-            lambda sample: floor_tests(sample, tuple(WITH_FLOOR)), observed
-        )
+    curves: dict[ConfidenceDefinition, dict[str, list]] = {}
+    if "draws" in parts:
+        draws, squares = resampled_metrics(observed, clusters, metrics)
+    for among, sample in observed.items():
+        if "floors" in parts:
+            tests[among] = floor_tests(sample, tuple(_wanted(WITH_FLOOR, metrics)))
+        if "curves" in parts:
+            curves[among] = reliability(sample, clusters)
     ids_and_labels = [*zip(records.ids, records.labels.tolist(), strict=True)]
     prompts_sha256 = None
     if None not in records.prompts:
@@ -321,11 +386,12 @@ def measure(
         letter_mass=finite(records.letter_mass.mean()),
         confidences=tuple(observed),
         reliability=curves,
-        values=_for_each_confidence(partial(observed_values, metrics=metrics), observed),
+        values={name: observed_values(sample, metrics) for name, sample in observed.items()},
         floor_tests=tests,
         draws=draws,
         squares=squares,
-        unit_values=_for_each_confidence(lambda sample: unit_values(sample, clusters), observed),
+        unit_values={name: unit_values(sample, clusters) for name, sample in observed.items()},
+        squared_values={name: squared_values(sample) for name, sample in observed.items()},
         subjects=len(set(records.subjects)),
         cluster=cluster,
         chat_template=records.chat_template,
@@ -345,8 +411,6 @@ def _json_digest(values: list, ensure_ascii: bool = True) -> str:
 
 def _cluster_numbers(records: Records, cluster: Cluster) -> np.ndarray:
     """The number of each question's cluster, from 0, (N,); `TooFewClusters` of fewer than ten."""
-    if cluster != "subject":
-        assert_never(cluster)
     subjects, subject_of = np.unique(records.subjects, return_inverse=True)
     if len(subjects) < FEWEST_CLUSTERS:
         found = counted(len(subjects), "subject")
@@ -354,17 +418,6 @@ def _cluster_numbers(records: Records, cluster: Cluster) -> np.ndarray:
             f"{records.path}: {found}; expected {FEWEST_CLUSTERS} or more to resample subjects"
         )
     return subject_of
-
-
-def _for_each_confidence(
-    work: Callable[[Sample], T], samples: Mapping[ConfidenceDefinition, Sample]
-) -> dict[ConfidenceDefinition, T]:
-    """What `work` makes of each sample; side by side where the questions are many."""
-    questions = max(len(sample.scores.labels) for sample in samples.values())
-    if questions < PARALLEL_QUESTIONS:
-        return {name: work(sample) for name, sample in samples.items()}
-    with ThreadPoolExecutor(len(samples)) as pool:  # NumPy lets other threads run
-        return dict(zip(samples, pool.map(work, samples.values()), strict=True))
 
 
 def in_order(records: Records) -> Records:
@@ -393,24 +446,30 @@ def _wanted(table: Mapping[str, Metric], names: Collection[str] | None) -> dict[
     return {name: metric for name, metric in table.items() if names is None or name in names}
 
 
+def squared_values(sample: Sample) -> dict[str, float]:
+    """Metrics that are compared by their squares, squared, of the questions as they are."""
+    return {
+        name: float(metric.square(sample.bins)[0])
+        for name, metric in COMPARED_BY_SQUARE.items()
+        if metric.square is not None
+    }
+
+
 def unit_values(sample: Sample, clusters: np.ndarray | None = None) -> dict[str, np.ndarray]:
-    """Metrics of each unit that is resampled, a question or a whole cluster, by itself.
+    """Means of each unit that is resampled, a question or a whole cluster, by itself.
 
-    These are the metrics that have an interval, (U,) for U units; NaN where one is not defined of a
-    unit. `clusters` are as for `resampled_metrics`.
-
-    `stats.sign_test_p` needs the values to count in how many units two evaluations differ. With
-    more than MOST_COUNTED_UNITS units this returns {}, and the test estimates that number from the
-    resamples, which tell it well then.
+    They are (U,) for U units, in single precision, of the metrics that are means over questions.
+    `stats` sees from them how many units make up a value or a difference. `clusters` are as for
+    `resampled_metrics`.
     """
-    numbers = np.arange(len(sample.scores.labels)) if clusters is None else clusters
-    units = int(numbers.max()) + 1
-    if units > MOST_COUNTED_UNITS:
-        return {}
-    # Sample u of U holds the questions of unit u, each once, and no others.
-    has_question = (numbers == np.arange(units)[:, None]).astype(np.int16)
-    each_unit_alone = Sample.resampled(sample.scores, has_question)
-    return {name: metric(each_unit_alone) for name, metric in WITH_INTERVAL.items()}
+    values = {}
+    for name, metric in METRICS.items():
+        if metric.is_mean:
+            of_units = metric.of_questions(sample.scores)
+            if clusters is not None:
+                of_units = np.bincount(clusters, weights=of_units) / np.bincount(clusters)
+            values[name] = of_units.astype(np.float32)
+    return values
 
 
 def finite(value: float) -> float | None:
@@ -436,39 +495,38 @@ def resampled_metrics(
     as a whole; `metrics` the names of those that are wanted, by default all.
     """
     with_interval = _wanted(WITH_INTERVAL, metrics)
-    chunks: dict[ConfidenceDefinition, list[_Chunk]] = {among: [] for among in observed}
+    compared_by_square = _wanted(COMPARED_BY_SQUARE, metrics)
+    drawn: dict[ConfidenceDefinition, dict[str, list[np.ndarray]]] = {}
+    drawn_bins: dict[ConfidenceDefinition, list[Bins]] = {}
+    for among in observed:
+        drawn[among] = {name: [] for name in with_interval}
+        drawn_bins[among] = []
     (questions,) = {len(sample.scores.labels) for sample in observed.values()}
-    for counts in measures.resamples(questions, RESAMPLES, clusters):
-        resample = partial(_resampled_chunk, counts, with_interval)
-        for among, chunk in _for_each_confidence(resample, observed).items():
-            chunks[among].append(chunk)
+    counts_of_chunks = measures.resamples(questions, RESAMPLES, clusters)
+    for counts in _with_progress(counts_of_chunks, "resamples", RESAMPLES):
+        for among, sample in observed.items():
+            resampled = Sample.resampled(sample.scores, counts)
+            for name, metric in with_interval.items():
+                drawn[among][name].append(metric.draws(resampled))
+            if compared_by_square:
+                drawn_bins[among].append(resampled.coarse.bins)
     draws: dict[ConfidenceDefinition, dict[str, np.ndarray]] = {}
     squares: dict[ConfidenceDefinition, dict[str, SquareDraws]] = {}
     for among, sample in observed.items():
-        draws[among] = {
-            name: np.concatenate([chunk.draws[name] for chunk in chunks[among]])
-            for name in with_interval
-        }
-        resampled_bins = [chunk.bins for chunk in chunks[among]]
+        draws[among] = {name: np.concatenate(parts) for name, parts in drawn[among].items()}
         squares[among] = {}
-        for name, metric in _wanted(COMPARED_BY_SQUARE, metrics).items():
+        for name, metric in compared_by_square.items():
             assert metric.square_draws is not None  # which puts it into this table
-            squares[among][name] = metric.square_draws(sample.bins, resampled_bins)
+            squares[among][name] = metric.square_draws(sample.bins, drawn_bins[among])
     return draws, squares
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """What is kept of some resamples."""
-
-    draws: dict[str, np.ndarray]
-    bins: Bins
-
-
-def _resampled_chunk(counts: np.ndarray, metrics: Mapping[str, Metric], sample: Sample) -> _Chunk:
-    resampled = Sample.resampled(sample.scores, counts)
-    draws = {name: metric(resampled) for name, metric in metrics.items()}
-    return _Chunk(draws, resampled.bins)
+def _with_progress(chunks: Iterable[Sized], name: str, total: int) -> Iterator[Any]:
+    """Chunks of samples, of `total` in all, with a bar on a terminal where they take long."""
+    with tqdm(desc=name, total=total, disable=None, delay=PROGRESS_AFTER, leave=False) as bar:
+        for chunk in chunks:
+            yield chunk
+            bar.update(len(chunk))
 
 
 def quantile(drawn: np.ndarray, level: float | list[float]) -> np.ndarray:
@@ -494,17 +552,16 @@ def reliability(sample: Sample, clusters: np.ndarray | None = None) -> dict[str,
     """
     p = sample.scores.confidence
     at = np.linspace(p.min(), p.max(), CURVE_POINTS)
-    ascending = sample.scores.ranked_confidence
 
     def isotonic(of: Sample) -> np.ndarray:
+        ascending = of.scores.ranked_confidence
         return np.stack([np.interp(at, ascending, row) for row in measures.isotonic_fit(of)])
 
     bandwidth = max(float(measures.smooth_ece_at(sample)[1][0]), kernel_smoothing.LEAST_BANDWIDTH)
     smooth_draws = []
     for counts in measures.resamples(len(p), BAND_SAMPLES, clusters):
-        smooth_draws.append(
-            measures.smooth_curve(Sample.resampled(sample.scores, counts), bandwidth, at)
-        )
+        resampled = Sample.resampled(sample.scores, counts).coarse
+        smooth_draws.append(measures.smooth_curve(resampled, bandwidth, at))
     isotonic_draws = [
         isotonic(of) for of in measures.simulated_answers(sample.scores, BAND_SAMPLES)
     ]
@@ -531,13 +588,14 @@ def floor_tests(
     of them are simulated as `simulations` says.
     """
     drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    for simulated in measures.simulated_answers(sample.scores, simulations):
+    simulated_chunks = measures.simulated_answers(sample.scores, simulations)
+    for simulated in _with_progress(simulated_chunks, "calibrated models", simulations):
         for name, parts in drawn.items():
             parts.append(WITH_FLOOR[name](simulated))
     tests = {}
     for name, parts in drawn.items():
         simulated_errors = np.concatenate(parts)
-        value = WITH_FLOOR[name](sample)[0]
+        value = WITH_FLOOR[name](sample.coarse)[0]
         # Sums in another order differ in the last digits; a tie is as much.
         reached = (simulated_errors >= value - 1e-12).sum()
         tests[name] = FloorTest(

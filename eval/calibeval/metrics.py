@@ -19,9 +19,9 @@ labels raises `InputError`, a `ValueError`.
 
 With `interval=True` a function returns an `Estimate`. Means and ranks have a 95 % interval over
 resamples of the questions, or of whole `clusters` of questions, such as subjects, of which there
-must be ten. Of calibration errors (`ece`, `rms`, `rms_debiased`, `smooth_ece`) no interval is known
-to cover, and a calibrated model does not read 0: they have the floor that 95 % of calibrated models
-stay below (`floor`) and the share `p_calibrated` of them that read this error or a larger one.
+must be ten. Of calibration errors (`ece`, `rms` and the like) no interval is known to cover, and a
+calibrated model does not read 0: they have the floor that 95 % of calibrated models stay below
+(`floor`) and the share `p_calibrated` of them that read this error or a larger one.
 
 A metric is defined in `calibeval.measures`, which also says where a new one goes; the function of
 its name here checks arrays and calls it.
@@ -54,6 +54,8 @@ __all__ = [
     "auroc",
     "brier",
     "ece",
+    "ece_classwise",
+    "ece_equal_mass",
     "ece_signed",
     "nll",
     "reliability",
@@ -199,6 +201,17 @@ def ece(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     edge, the last one 1 as well.
     """
     return _observed_value(measures.ece, _checked_scores(probabilities, labels, bins))
+
+
+@_takes_interval
+def ece_equal_mass(probabilities: Array, labels: Array, bins: int = BINS) -> float:
+    """`ece` over bins of as many answers each, but for equal confidences (Nixon et al. 2019)."""
+    return _observed_value(measures.ece_equal_mass, _checked_scores(probabilities, labels, bins))
+
+
+def ece_classwise(probabilities: Array, labels: Array, bins: int = BINS) -> float:
+    """Mean over choices of the ECE of each choice's probability (Kull et al. 2019)."""
+    return _observed_value(measures.ece_classwise, _checked_scores(probabilities, labels, bins))
 
 
 @_takes_interval
@@ -351,15 +364,18 @@ def _estimate_with_interval(name: str, scores: Scores, clusters: Array | None) -
     metric = METRICS[name]
     questions = len(scores.labels)
     numbers = None if clusters is None else _cluster_numbers(clusters, questions)
-    values = metric(Sample.observed(scores))
+    observed = Sample.observed(scores)
+    values = metric(observed)
     if not np.isfinite(values).all():
         return Estimate()
     drawn = [
-        metric(Sample.resampled(scores, counts))
+        metric.draws(Sample.resampled(scores, counts))
         for counts in measures.resamples(questions, evaluations.RESAMPLES, numbers)
     ]
     cluster_count = None if numbers is None else int(numbers.max()) + 1
-    side = stats.Side(values, np.concatenate(drawn)[None], cluster_count=cluster_count)
+    unit_values = evaluations.unit_values(observed, numbers)
+    draws = np.concatenate(drawn)[None]
+    side = stats.side_of(name, values, draws, [unit_values], cluster_count)
     return stats.estimate_mean(side, metric.lowest, metric.highest)
 
 

@@ -69,12 +69,10 @@ class SquareDraws:
     """What resamples of the squared error read, in the parts that this module's docstring derives.
 
     Attributes:
-        observed: T of the questions as they are.
         noise_part: A of each resample, (R,).
         gap_part: B + D of each resample, (R,).
     """
 
-    observed: float
     noise_part: np.ndarray
     gap_part: np.ndarray
 
@@ -97,7 +95,6 @@ def square_draws(observed: Bins, resampled: Sequence[Bins]) -> SquareDraws:
         noise_parts.append((weight * (shift**2 - widening * bins.noise)).sum(1))
         gap_parts.append((weight * (2 * gap * shift + gap**2)).sum(1))
     return SquareDraws(
-        observed=float(debiased_square(observed)[0]),
         noise_part=np.concatenate(noise_parts),
         gap_part=np.concatenate(gap_parts),
     )

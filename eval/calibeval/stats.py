@@ -6,11 +6,14 @@ every file of the same questions, so that what files share is counted once over 
 a difference. An interval is given only where simulation has shown that it covers
 (tests/eval/interval_coverage.py).
 
+Resamples of few answers, or of few questions that differ, do not tell how many others would. What
+counts is how many questions make up a value or a difference (`effective_count`). Of a mean that
+counts right answers the interval is then widened to one by formula: Wilson's of one run, Bonett and
+Price's of a difference. Of other metrics there is none.
+
 Where a test or a correction goes:
 
-- A test of a difference: `estimate_sum`, where `p_no_difference` is the larger p of the interval
-  and, where there is one, of the sign test. The interval must hold 0 wherever p is not below
-  `evaluations.SIGNIFICANCE`, as it is widened there; tests/eval/test_stats.py compares the two.
+- A test of a difference: `estimate_sum`, where `p_no_difference` follows from the interval.
 - A test of calibration: `evaluations.floor_tests`, which simulates calibrated answers. What it
   returns is kept with the evaluation (`evaluations.FloorTest`), so `_to_json` and `_from_json`
   there must write and read a further field.
@@ -38,7 +41,7 @@ Letters, in arrays' shapes and in the formulas of `degrees_of_freedom` and `seed
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -75,6 +78,14 @@ MANY_DEGREES = 1e6  # of freedom: Student's distribution is the normal one
 # the intervals of seeds that do not differ cover more than 0.98, and with 2 those of seeds that
 # differ by about as much as their question noise cover less than 0.93.
 NOISE_EXPONENT = 1.5
+# An interval from resamples needs so many questions to make up a value that is a mean, a rank among
+# all questions, or a difference; and so many subjects, where these are resampled, to differ.
+FEWEST_OF_MEAN = 20
+FEWEST_OF_RANK = 50
+FEWEST_OF_DIFFERENCE = 6
+# With so many answers right and wrong, or right in one model alone, no formula is needed.
+ENOUGH_ANSWERS = 20
+FEW_QUESTIONS = 100  # below these intervals may hold the truth less often than they say
 FAMILY_LEVEL = SIGNIFICANCE  # how probable one false finding or more may be among comparisons
 
 
@@ -165,19 +176,24 @@ class Side(NamedTuple):
     values: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); not finite in resamples of which the metric is not defined
     cluster_count: int | None = None  # of those resampled as a whole; None: single questions
-    # (S, M, U): values of M metrics, each computed of one of U units alone. It is None where they
-    # are too many to keep. A unit is what is resampled, a question or a subject. Of a mean, such as
-    # accuracy, M is 1: the metric itself. Of another metric, such as AUROC, which a single question
-    # does not have, they are all metrics with an interval instead. Two sides differ in a unit where
-    # any of its M values does; `sign_test_p` counts these units.
+    # (S, U): the metric of each of U units alone, a question or a subject. Of metrics that no
+    # single question has, such as AUROC, it is the Brier score. None: not known.
     unit_values: np.ndarray | None = None
-    is_mean: bool = False  # whether the metric is a mean over the questions
+    # (S, U): which units' answers are right, or their share, if a right answer adds something to
+    # the metric at once, however probable it is: 1, or −1 where it is taken off. Else None.
+    right_answers: np.ndarray | None = None
+    right_answer_adds: int = 1
+    is_mean: bool = True  # whether the metric is a mean of `unit_values`
 
     def weighted(self, weight: float) -> "Side":
-        """Return the side with its values, draws and units' values multiplied by a weight."""
+        """Return the side with all that it holds of its metric multiplied by a weight."""
         unit_values = None if self.unit_values is None else weight * self.unit_values
+        right_answers = None if self.right_answers is None else weight * self.right_answers
         return self._replace(
-            values=weight * self.values, draws=weight * self.draws, unit_values=unit_values
+            values=weight * self.values,
+            draws=weight * self.draws,
+            unit_values=unit_values,
+            right_answers=right_answers,
         )
 
 
@@ -186,8 +202,8 @@ def estimate(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefiniti
 
     For a metric that is compared by its square, `rms_debiased`, it is the root of the mean of the
     squared errors. The value is None where an evaluation lacks the definition of confidence
-    `among`. There is no floor where an evaluation has none, as one that was `measure`d for some
-    metrics alone. Raises `InputError` where the questions differ.
+    `among`. There is no interval or floor where an evaluation lacks that part. Raises `InputError`
+    where the questions differ.
     """
     same_questions(seeds)
     if any(among not in evaluation.confidences for evaluation in seeds):
@@ -204,7 +220,8 @@ def estimate(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefiniti
     if metric in COMPARED_BY_SQUARE:
         root = float(root_of_square(_values(seeds, metric, among).mean()))
         return Estimate(root, floor=floor, p_calibrated=p_calibrated)
-    if metric not in WITH_INTERVAL:
+    has_draws = all(evaluation.draws for evaluation in seeds)
+    if metric not in WITH_INTERVAL or not has_draws:
         mean_value = finite(float(_values(seeds, metric, among).mean()))
         return Estimate(mean_value, floor=floor, p_calibrated=p_calibrated)
     side = _side(seeds, metric, among)
@@ -267,11 +284,9 @@ def contrast(
 
 
 def estimate_mean(side: Side, lowest: float = -math.inf, highest: float = math.inf) -> Estimate:
-    """Return a side's mean over seeds, with a 95 % interval if all draws are finite and vary.
+    """Return a side's mean over seeds, with a 95 % interval where one is known to cover.
 
     The interval ends at `lowest` and `highest`, the least and the greatest that a value can be.
-    Draws that do not vary, as the accuracy of one question or of answers that are all right, say
-    nothing of other questions.
     """
     value = finite(float(side.values.mean()))
     if value is None:
@@ -279,6 +294,14 @@ def estimate_mean(side: Side, lowest: float = -math.inf, highest: float = math.i
     interval = _interval(value, [side])
     if interval is None:
         return Estimate(value)
+    if side.cluster_count is None and side.right_answers is not None:
+        answers = side.right_answers.mean(0)
+        interval = _with_formula(interval, value, answers, side.right_answer_adds, wilson)
+    elif side.cluster_count is None and side.unit_values is not None:
+        questions = effective_count(side.unit_values.mean(0))
+        if questions < (FEWEST_OF_MEAN if side.is_mean else FEWEST_OF_RANK):
+            return Estimate(value)
+        interval = _widened(interval, value, questions)
     low, high = interval
     if high - low < ROUNDING:
         return Estimate(value)
@@ -289,14 +312,12 @@ def estimate_mean(side: Side, lowest: float = -math.inf, highest: float = math.i
 
 
 def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
-    """Return the sum of the sides' means over seeds, with a 95 % interval if all draws are finite.
+    """Return the sum of the sides' means over seeds, with a 95 % interval where one is known.
 
     It is a difference where a side's weight is negative (`Side.weighted`). If `paired`, the sides'
     seeds are paired in their order; sides with unequal numbers of seeds have no pairs and are
-    summed without (`are_paired` tells). Draws that do not vary say nothing of other questions,
-    unless the sum is 0 for every seed: sides that agree in every resample agree on any questions.
-    Where the sides differ in few questions or subjects, all in one direction, p is at least that of
-    a sign test (`sign_test_p`), and the interval holds 0 where that is not below 0.05.
+    summed without (`are_paired` tells). Where few questions or subjects make up the difference,
+    resamples do not tell how much others would differ: see this module's head.
     """
     if paired and are_paired(sides):
         sides = (_in_pairs(sides),)
@@ -306,21 +327,105 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
     interval = _interval(value, sides)
     if interval is None:
         return Estimate(value)
+    cluster_count = _cluster_count(sides)
+    units = _summed_units([side.unit_values for side in sides])
+    right_answers = _summed_units([side.right_answers for side in sides])
+    if cluster_count is None and right_answers is not None:
+        adds = sides[0].right_answer_adds
+        interval = _with_formula(interval, value, right_answers, adds, bonett_price)
+    elif units is not None:
+        by_question = cluster_count is None
+        differing = effective_count(units) if by_question else np.count_nonzero(units)
+        if differing < FEWEST_OF_DIFFERENCE:
+            return Estimate(value)
+        if by_question:
+            interval = _widened(interval, value, differing)
     low, high = interval
-    seeds_differ = any(np.ptp(side.values) > ROUNDING for side in sides)
-    if high - low < ROUNDING and (abs(value) > ROUNDING or seeds_differ):
+    if high - low < ROUNDING:
         return Estimate(value)
     # p follows from the interval and not from the draws, so that the two never disagree.
     half_width = value - low if value > 0 else high - value
     p_no_difference = two_sided_p(value, half_width, degrees_of_freedom(sides))
-    is_mean = all(side.is_mean for side in sides)
-    sign_p = sign_test_p(value, _summed(sides), _summed_units(sides), is_mean)
-    if sign_p is not None:
-        p_no_difference = max(p_no_difference, sign_p)
-        if sign_p >= SIGNIFICANCE:
-            low = min(low, 0.0)
-            high = max(high, 0.0)
     return Estimate(value, low, high, p_no_difference=p_no_difference)
+
+
+def effective_count(units: np.ndarray) -> float:
+    """How many units make up the sum of their values (U,): (Σ |v|)² / Σ v².
+
+    It is k where k of them are not 0 and all as large, and less where few are much larger.
+    """
+    squares = float((units.astype(float) ** 2).sum())
+    return float(np.abs(units).sum(dtype=float)) ** 2 / squares if squares else 0.0
+
+
+def _widened(interval: tuple[float, float], value: float, questions: float) -> tuple[float, float]:
+    """An interval that few questions make up, as wide as one over so few clusters."""
+    if questions >= FEWEST_OF_RANK:
+        return interval
+    low, high = interval
+    inflation = cluster_inflation(questions)
+    return value + inflation * (low - value), value + inflation * (high - value)
+
+
+def _with_formula(
+    interval: tuple[float, float],
+    value: float,
+    right_answers: np.ndarray,
+    right_answer_adds: int,
+    formula: Callable[[np.ndarray], tuple[float, float, float]],
+) -> tuple[float, float]:
+    """An interval, widened to that of the right answers' mean by a formula where these are few.
+
+    Args:
+        interval: The interval from resamples, around `value`.
+        value: The metric.
+        right_answers: Which answers are right, or in a difference in one model alone, (N,).
+        right_answer_adds: What a right answer adds to the metric, 1 or −1.
+        formula: Returns the ends of the mean's interval, and how many answers tell of it.
+    """
+    low, high, answers = formula(right_answers)
+    if answers >= ENOUGH_ANSWERS:
+        return interval
+    others = value - right_answer_adds * float(right_answers.mean(dtype=float))
+    ends = (others + right_answer_adds * low, others + right_answer_adds * high)
+    return min(*interval, *ends), max(*interval, *ends)
+
+
+def wilson(right_answers: np.ndarray) -> tuple[float, float, float]:
+    """The ends of Wilson's interval of a rate, and how many answers are right or wrong.
+
+    The smaller number of the two counts. Right answers are 1, others 0, means over seeds between
+    (Wilson 1927). Of N right answers of N the interval begins at N / (N + 3.84).
+    """
+    questions = len(right_answers)
+    rate = float(right_answers.mean(dtype=float))
+    shrink = 1 + NORMAL_QUANTILE**2 / questions
+    middle = (rate + NORMAL_QUANTILE**2 / (2 * questions)) / shrink
+    variance = rate * (1 - rate) / questions + (NORMAL_QUANTILE / (2 * questions)) ** 2
+    half_width = NORMAL_QUANTILE * math.sqrt(variance) / shrink
+    fewer = questions * min(rate, 1 - rate)
+    return middle - half_width, middle + half_width, fewer
+
+
+def bonett_price(differences: np.ndarray) -> tuple[float, float, float]:
+    """The ends of the adjusted interval of a paired difference of rates (Bonett & Price 2012).
+
+    It adds one question of each direction to those whose answers differ, whose number comes third.
+
+    Args:
+        differences: 1 where an answer is right in one model alone, −1 where it is in the other
+            alone, else 0; of means over seeds also between, (N,).
+    """
+    questions = len(differences)
+    up = (float(differences.clip(min=0).sum(dtype=float)) + 1) / (questions + 2)
+    down = (float((-differences).clip(min=0).sum(dtype=float)) + 1) / (questions + 2)
+    middle = up - down
+    variance = (up + down - middle**2) / (questions + 2)
+    half_width = NORMAL_QUANTILE * math.sqrt(max(variance, 0.0))
+    most = max(1.0, float(np.abs(differences).max()))  # that a question can differ by
+    low = max(middle - half_width, -most)
+    high = min(middle + half_width, most)
+    return low, high, effective_count(differences)
 
 
 def are_paired(sides: Sequence[Side]) -> bool:
@@ -328,98 +433,22 @@ def are_paired(sides: Sequence[Side]) -> bool:
     return len({len(side.values) for side in sides}) == 1
 
 
-def sign_test_p(
-    value: float,
-    summed_draws: np.ndarray,
-    summed_units: np.ndarray | None = None,
-    is_mean: bool = False,
-) -> float | None:
-    """Return the p-value of the sign test of a difference; None where there is no such test.
-
-    A unit is what is resampled, a question or a subject. If k units differ, all in one direction,
-    p = 2 · ½^k (McNemar's exact test of answers that changed): 0.0625 of five units, 0.031 of six.
-    If none differs, p is 1.
-
-    There is no such test where units differ in both directions, nor where so many of them differ
-    that their number is not known. The interval alone decides then.
-
-    Args:
-        value: The sum of the sides as they are.
-        summed_draws: Those of R resamples, (R,).
-        summed_units: The sum of the sides' `Side.unit_values`, (M, U), in each of U units: the
-            metric itself if it is a mean (M = 1), else every metric with an interval. None where
-            there are too many units to keep.
-        is_mean: Whether the metric is a mean over the questions.
-    """
-    if is_mean and summed_units is not None:
-        in_both_directions = _have_both_signs(summed_units)
-    else:
-        # A rank or an error over bins compares units with each other, so no unit has a sign of its
-        # own in it. There, and where units are not kept, the sums over resamples give the sign.
-        in_both_directions = _have_both_signs(summed_draws)
-    if in_both_directions:
-        return None
-    if not _differs(summed_draws).any():
-        differing_units: float | None = 0
-    elif summed_units is not None:
-        # A unit differs if it does so in any of the M metrics.
-        differing_units = int(_differs(summed_units).any(0).sum())
-    else:
-        differing_units = _units_by_draws(value, summed_draws)
-    if differing_units is None:
-        return None
-    return min(1.0, 2 * 0.5**differing_units)
-
-
-def _have_both_signs(sums: np.ndarray) -> bool:
-    """Whether some sums are above 0 and others below it, by more than rounding."""
-    return bool(sums.min() < -ROUNDING and sums.max() > ROUNDING)
-
-
-def _differs(sums: np.ndarray) -> np.ndarray:
-    """Where a sum of sides is not 0 but for rounding."""
-    return np.abs(sums) > ROUNDING
-
-
-def _units_by_draws(value: float, summed_draws: np.ndarray) -> float | None:
-    """Estimate how many of many units differ, from resamples; None where none of these is 0.
-
-    It is the smaller of two estimates of this number k:
-
-    By the share of the resamples that are 0: a share exp(−k) holds none of k units of many. Where
-    no resample is 0, k is not known but large, and the interval decides alone.
-
-    By the variance: a unit that differs by x is drawn as often as a Poisson number says, so the
-    sum's variance is Σ x², and (Σ x)² / Σ x² is k where all differ by as much, as answers that are
-    right or wrong do. It is less where they do not.
-
-    The number is needed for k up to 5, of which the sign test's p is above 0.05 while the interval
-    alone may leave out 0. For k of 4 and 5 it may leave it out because exp(−k) is below 2.5 %, so
-    that the lower quantile of the draws of a value above 0 is above 0 too. For k ≤ 3 it may by
-    chance. There exp(−k) is more than 2.5 %, so the lower quantile is 0. But `_interval` shifts the
-    draws until their mean is the value: it begins at value + (quantile − mean of the draws), where
-    nothing widens it. Here that is value − mean of the draws. It is 0 but for the randomness of the
-    resamples, and whether it is above 0 or below it is chance.
-    """
-    zero_share = float((~_differs(summed_draws)).mean())
-    if zero_share == 0:
-        return None
-    by_share = -math.log(zero_share)
-    by_variance = value**2 / float(summed_draws.var())
-    return min(by_share, by_variance)
-
-
 def _in_pairs(sides: Sequence[Side]) -> Side:
     """The sum of sides of as many seeds each, which are paired in their order."""
-    kept = [side.unit_values for side in sides if side.unit_values is not None]
-    unit_values = np.asarray(sum(kept)) if len(kept) == len(sides) else None
     return Side(
         values=np.asarray(sum(side.values for side in sides)),
         draws=np.asarray(sum(side.draws for side in sides)),
         cluster_count=_cluster_count(sides),
-        unit_values=unit_values,
-        is_mean=all(side.is_mean for side in sides),
+        unit_values=_sum_where_known([side.unit_values for side in sides]),
+        right_answers=_sum_where_known([side.right_answers for side in sides]),
+        right_answer_adds=sides[0].right_answer_adds,
     )
+
+
+def _sum_where_known(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """The sum of arrays; None where one of them is."""
+    known = [part for part in parts if part is not None]
+    return np.asarray(sum(known)) if len(known) == len(parts) else None
 
 
 def _cluster_count(sides: Sequence[Side]) -> int | None:
@@ -439,7 +468,7 @@ def _interval(value: float, sides: Sequence[Side]) -> tuple[float, float] | None
     return low, high
 
 
-def cluster_inflation(cluster_count: int | None) -> float:
+def cluster_inflation(cluster_count: float | None) -> float:
     """How much wider an interval over C resampled clusters must be than its draws.
 
     sqrt(C / (C − 1)) since the draws vary around the clusters' own mean, times Student's quantile
@@ -528,14 +557,9 @@ def _summed(sides: Sequence[Side]) -> np.ndarray:
     return np.asarray(sum(side.draws.mean(0) for side in sides))
 
 
-def _summed_units(sides: Sequence[Side]) -> np.ndarray | None:
-    """The sum of the sides' `unit_values`, each their mean over its seeds, (M, U)."""
-    means = []
-    for side in sides:
-        if side.unit_values is None:
-            return None
-        means.append(side.unit_values.mean(0))
-    return np.asarray(sum(means))
+def _summed_units(by_side: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """The sum over sides of units' values (S, U), each side's their mean over seeds, (U,)."""
+    return _sum_where_known([None if units is None else units.mean(0) for units in by_side])
 
 
 def seed_inflation(sides: Sequence[Side]) -> float:
@@ -567,34 +591,46 @@ def seed_inflation(sides: Sequence[Side]) -> float:
 def _values(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition) -> np.ndarray:
     """A metric of each evaluation, squared if it is compared by squares, (S,); NaN where None."""
     if metric in COMPARED_BY_SQUARE:
-        return np.array([evaluation.squares[among][metric].observed for evaluation in seeds])
+        return np.array([evaluation.squared_values[among][metric] for evaluation in seeds])
     return np.array([evaluation.values[among][metric] for evaluation in seeds], float)
 
 
 def _side(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition) -> Side:
     """One side of a metric that has an interval."""
-    return Side(
-        values=_values(seeds, metric, among),
-        draws=np.stack([evaluation.draws[among][metric] for evaluation in seeds]),
-        cluster_count=seeds[0].cluster_count,
-        unit_values=_unit_values(seeds, metric, among),
-        is_mean=METRICS[metric].is_mean,
-    )
+    draws = np.stack([evaluation.draws[among][metric] for evaluation in seeds])
+    units = [evaluation.unit_values.get(among) for evaluation in seeds]
+    return side_of(metric, _values(seeds, metric, among), draws, units, seeds[0].cluster_count)
 
 
-def _unit_values(
-    seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition
-) -> np.ndarray | None:
-    """The units' own values in the M metrics by which they differ, (S, M, U).
+def side_of(
+    metric: str,
+    values: np.ndarray,
+    draws: np.ndarray,
+    unit_values: Sequence[Mapping[str, np.ndarray] | None],
+    cluster_count: int | None = None,
+) -> Side:
+    """Return a side of a metric from its values (S,), its draws (S, R) and S times unit values.
 
-    See `Side.unit_values`. A rank or an error over bins may differ though no unit's own value of it
-    does, so there all metrics with an interval are looked at.
+    The unit values are by metric, as `evaluations.unit_values` returns them, or None.
     """
-    names = [metric] if METRICS[metric].is_mean else list(WITH_INTERVAL)
-    by_seed = [evaluation.unit_values.get(among, {}) for evaluation in seeds]
-    if not all(name in of_seed for of_seed in by_seed for name in names):
-        return None
-    return np.stack([[of_seed[name] for name in names] for of_seed in by_seed])
+    known = [of_seed for of_seed in unit_values if of_seed]
+    if len(known) < len(values):
+        return Side(values, draws, cluster_count)
+    is_mean = METRICS[metric].is_mean
+    own_metric = metric if is_mean else "brier"
+    right_answers = None
+    right_answer_adds = METRICS[metric].right_answer_adds
+    if right_answer_adds:
+        right_answers = np.stack([of_seed["accuracy"] for of_seed in known])
+    return Side(
+        values,
+        draws,
+        cluster_count,
+        unit_values=np.stack([of_seed[own_metric] for of_seed in known]),
+        right_answers=right_answers,
+        right_answer_adds=right_answer_adds,
+        is_mean=is_mean,
+    )
 
 
 def _square_sides(
@@ -615,12 +651,9 @@ def _square_sides(
     kappa = shrinkage(_weighted_sum(terms, noise_parts), _weighted_sum(terms, gap_parts))
     sides = []
     for (weight, seeds), noise_part, gap_part in zip(terms, noise_parts, gap_parts, strict=True):
-        side = Side(
-            values=_values(seeds, metric, among),
-            draws=noise_part + kappa * gap_part,
-            unit_values=_unit_values(seeds, metric, among),
-            is_mean=METRICS[metric].is_mean,
-        )
+        draws = noise_part + kappa * gap_part
+        units = [evaluation.unit_values.get(among) for evaluation in seeds]
+        side = side_of(metric, _values(seeds, metric, among), draws, units)
         sides.append(side.weighted(weight))
     return sides
 
@@ -638,12 +671,22 @@ def coverage_of(alike: Sequence[Evaluation]) -> str:
     first = alike[0]
     if first.cluster == "subject":
         return f"over resamples of all {first.subjects} subjects: they hold for subjects like these"
-    if first.subjects == 1:
-        return "over resamples of the questions"
-    text = f"over resamples of the questions: they hold for these {first.subjects} subjects"
+    text = "over resamples of the questions"
+    if first.subjects > 1:
+        text += f": they hold for these {first.subjects} subjects"
     if first.subjects >= FEWEST_CLUSTERS:
         text += "; --cluster subject covers others like them"
+    if first.questions < FEW_QUESTIONS:
+        text += f"; of fewer than {FEW_QUESTIONS} questions some hold the truth less often"
     return text
+
+
+def differing_answers(a: Evaluation, b: Evaluation) -> int:
+    """Return how many questions are answered right in one of two evaluations alone."""
+    right_in_a, right_in_b = (
+        evaluation.unit_values["choices"]["accuracy"] for evaluation in (a, b)
+    )
+    return int(np.count_nonzero(right_in_a != right_in_b))
 
 
 def p_of_comparison(metric: str, difference: Estimate) -> float | None:

@@ -247,8 +247,7 @@ def with_normalized_logits(path: Path) -> evaluations.Evaluation:
 def _with_normalized_logits(path: Path, state: FileState) -> evaluations.Evaluation:
     """An evaluation whose AURC is of confidences divided by the norm of the answers' logits.
 
-    It has no other metric. Its `unit_values`, of up to MOST_COUNTED_UNITS questions, are those of
-    the ordinary confidences; MMLU has more.
+    It has no other metric. Its `unit_values` are those of the ordinary confidences.
 
     The confidences are max_k (s_k − s̄) / ‖s − s̄‖₂, s the choices' log-probabilities, which are
     logits but for a constant (Cattelan & Silva 2024; Xia et al. 2025). A run stands in many

@@ -14,9 +14,8 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
     `runs` are the numbers of right answers to each problem, a list a seed, by the setting's name.
     [low, high] is a 95 % interval over problems and seeds: of a setting by `stats.estimate_mean`,
     of a difference by `stats.estimate_sum`. A difference is paired by problem, and by seed where
-    both sides have as many. Where they have not, a sentence below the tables says so. Where two
-    settings differ in fewer than six problems, all in one direction, the interval holds 0: by a
-    sign test that may be chance (`stats.sign_test_p`).
+    both sides have as many. Where they have not, a sentence below the tables says so. Where few
+    problems differ, the interval is widened to Bonett and Price's (`stats.bonett_price`).
     """
     problems = len(next(iter(runs.values()))[0])
     resamples = list(measures.resamples(problems, evaluations.RESAMPLES))
@@ -59,14 +58,12 @@ def pass_rates(counts: np.ndarray, samples: int, weights: np.ndarray) -> list[st
     """
     rates = []
     for passed in (counts / samples, counts > 0):
-        # (seeds, 1, problems), as `stats.Side` has it: its second axis counts metrics, and has the
-        # length 1 where the metric is a mean over the problems, as both of these are.
-        rate_of_each_problem = passed[:, np.newaxis].astype(float)
+        rate_of_each_problem = passed.astype(float)  # (seeds, problems)
         side = stats.Side(
             values=passed.mean(1),
             draws=passed @ weights.T,
             unit_values=rate_of_each_problem,
-            is_mean=True,
+            right_answers=rate_of_each_problem,
         )
         rates.append(side)
     return rates

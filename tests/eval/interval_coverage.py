@@ -1,9 +1,10 @@
 """How often 95 % intervals hold the truth: python tests/eval/interval_coverage.py
 
-Prints the Markdown tables that eval/METRICS.md sums up. In a made-up world every model's true error
-is known: a question's label is seen through two noisy channels, one that all seeds share and one of
-a seed's own; the posterior of the choices is calibrated exactly, and a model states it shifted or
-sharpened.
+Prints the Markdown tables of eval/METRICS.md. In a made-up world every model's true error is known:
+a question's label is seen through two noisy channels, one that all seeds share and one of a seed's
+own; the posterior of the choices is calibrated exactly, and a model states it shifted or sharpened.
+Of a pair that nearly agrees one model states the posterior, and the other almost the same
+(`NearCell`).
 """
 
 import argparse
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,8 @@ from calibeval.measures import (
 
 DRAWS = 199  # resamples a replication: `evaluations.quantile` keeps its level whatever their number
 POOL = 40_000  # questions that stand for the population
-NOISE = {"near chance": (4.0, 2.5), "sure": (1.0, 0.6)}  # sd of the shared and own channel
+# The sd of the shared and the own channel.
+NOISE = {"near chance": (4.0, 2.5), "sure": (1.0, 0.6), "nearly all right": (0.45, 0.35)}
 # Log-probabilities (2000, 4) that stories260K gives HellaSwag's endings, and the temperature at
 # which they are taken for the truth.
 REAL = Path(__file__).with_name("stories260k_hellaswag.npy")
@@ -93,12 +95,15 @@ class World:
         return stated
 
     def truth(self, size: float) -> dict[str, float]:
+        """Return the population's values of a model whose miscalibration has this size."""
+        return self.truth_of(self.stated(log_posteriors(self.shape, self.questions), size))
+
+    def truth_of(self, stated: np.ndarray) -> dict[str, float]:
         """Return the population's values of a model, by metric; "squared" is its l2 error squared.
 
         The population has every label of a question as often as it is right.
         """
         exact = log_posteriors(self.shape, self.questions)
-        stated = self.stated(exact, size)
         n, choices = exact.shape
         every = Scores(np.repeat(stated, choices, 0), np.tile(np.arange(choices), n))
         expected = Sample.weighted(every, np.exp(exact).reshape(1, -1))
@@ -164,6 +169,7 @@ def simulated_evaluation(
     `subjects` are how many were resampled, if these were.
     """
     regular = [name for name in names if name in WITH_INTERVAL]
+    clusters = None if subjects is None else np.arange(len(observed.scores.labels)) % subjects
     return evaluations.Evaluation(
         path=Path("simulated"),
         normalise="sum",
@@ -184,6 +190,8 @@ def simulated_evaluation(
                 for name, metric in COMPARED_BY_SQUARE.items()
             }
         },
+        unit_values={"choices": evaluations.unit_values(observed, clusters)},
+        squared_values={"choices": evaluations.squared_values(observed)},
         subjects=subjects or 1,
         cluster=None if subjects is None else "subject",
     )
@@ -209,15 +217,15 @@ class Cell:
     other: float | None = None
     names: tuple[str, ...] = ESTIMATES
 
-    def run(self, world: World, replications: int) -> dict[str, float]:
-        """Return the share of intervals that hold the truth, by metric."""
+    def run(self, world: World, replications: int) -> dict[str, tuple[int, int]]:
+        """Return how many intervals hold the truth, and how many there are, by metric."""
         errors = [self.error] if self.other is None else [self.error, self.other]
         signs = (1, -1 if world.opposite else 1)
         spread = self.spread * math.sqrt(0.2 / self.n)
         sizes = [world.size_of(e, spread, sign) for e, sign in zip(errors, signs, strict=False)]
         truths = [world.mean_truth(size, spread) for size in sizes]
         rng = np.random.default_rng(zlib.crc32(repr((self, world)).encode()))
-        held = dict.fromkeys(self.names, 0)
+        counted = {name: [0, 0] for name in self.names}
         for _ in range(replications):
             rows = self._replication(world, sizes, spread, rng)
             for name in self.names:
@@ -230,8 +238,8 @@ class Cell:
                     row_a, row_b = rows
                     found = stats.difference(row_a, row_b, name, "choices")
                     expected = float(truths[1][key]) - float(truths[0][key])
-                held[name] += found.low - 1e-9 <= expected <= found.high + 1e-9
-        return {name: count / replications for name, count in held.items()}
+                count_held(counted[name], found, expected)
+        return {name: (held, made) for name, (held, made) in counted.items()}
 
     def _replication(
         self, world: World, sizes: Sequence[float], spread: float, rng: np.random.Generator
@@ -245,6 +253,77 @@ class Cell:
             resampled = Sample.resampled(scores, shared_resamples(self.n))
             made.append(simulated_evaluation(Sample.observed(scores), resampled, self.names))
         return [made[row * self.seeds :][: self.seeds] for row in range(len(sizes))]
+
+
+def count_held(counts: list[int], found: stats.Estimate, truth: float) -> None:
+    """Count an interval, if there is one, and whether it holds the truth."""
+    if found.low is not None:
+        counts[0] += found.low - 1e-9 <= truth <= found.high + 1e-9
+        counts[1] += 1
+
+
+@dataclass(frozen=True)
+class NearCell:
+    """What is repeated where two models nearly agree: A states what is true, B almost the same.
+
+    Attributes:
+        kind: "quantised": B's log-probabilities are A's with normal noise. "changed": B's are A's,
+            but on some questions it takes the two likeliest choices for each other.
+        rate: The share of the questions to which B gives another answer.
+        n: Questions.
+    """
+
+    kind: str
+    rate: float
+    n: int
+    names = DIFFERENCES
+
+    def stated(self, exact: np.ndarray, noise: float, rng: np.random.Generator) -> np.ndarray:
+        """Return B's log-probabilities, where A's are exact, (n, 4)."""
+        if self.kind == "quantised":
+            noisy = exact + noise * rng.normal(size=exact.shape)
+            return noisy - np.logaddexp.reduce(noisy, -1, keepdims=True)
+        changed = np.flatnonzero(rng.random(len(exact)) < self.rate)
+        second, first = np.argsort(exact[changed], 1)[:, -2:].T
+        stated = exact.copy()
+        stated[changed, first] = exact[changed, second]
+        stated[changed, second] = exact[changed, first]
+        return stated
+
+    def noise(self, exact: np.ndarray) -> float:
+        """Return the sd of the noise at which so many answers are others."""
+        normal = np.random.default_rng(1).normal(size=exact.shape)
+        low = 0.0
+        high = 3.0
+        for _ in range(20):
+            middle = (low + high) / 2
+            flipped = (exact + middle * normal).argmax(1) != exact.argmax(1)
+            if flipped.mean() < self.rate:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def run(self, world: World, replications: int) -> dict[str, tuple[int, int]]:
+        """Return how many intervals hold the truth, and how many there are, by metric."""
+        population = log_posteriors(world.shape, world.questions)
+        noise = self.noise(population)
+        rng = np.random.default_rng(zlib.crc32(repr((self, world)).encode()))
+        truth_a = world.truth_of(population)
+        truth_b = world.truth_of(self.stated(population, noise, rng))
+        counted: dict[str, list[int]] = {name: [0, 0] for name in self.names}
+        for _ in range(replications):
+            labels, (exact,) = world.posterior(self.n, 1, rng)
+            pair = []
+            for stated in (exact, self.stated(exact, noise, rng)):
+                scores = Scores(stated, labels)
+                resampled = Sample.resampled(scores, shared_resamples(self.n))
+                pair.append(simulated_evaluation(Sample.observed(scores), resampled, self.names))
+            for name in self.names:
+                key = "squared" if name == "rms_debiased" else name
+                found = stats.difference(pair[:1], pair[1:], name, "choices")
+                count_held(counted[name], found, float(truth_b[key] - truth_a[key]))
+        return {name: (held, made) for name, (held, made) in counted.items()}
 
 
 @dataclass(frozen=True)
@@ -312,7 +391,7 @@ class SubjectCell:
             ]
             for name in names:
                 found = stats.difference(both[:1], both[1:], name, "choices")
-                if found.low is not None:
+                if found.low is not None:  # squares have none over subjects
                     held[name][1] += found.low <= 0 <= found.high
                 if name in ESTIMATES:
                     found = stats.estimate(both[:1], name, "choices")
@@ -358,58 +437,102 @@ def changed_answers(placements: int, questions: int, changed: int) -> list[stats
     counts = np.concatenate([*resamples(questions, evaluations.RESAMPLES)])
     found = []
     for _ in range(placements):
-        places = rng.choice(questions, changed, replace=False)
-        draws = counts[:, places].sum(1) / questions
-        side = stats.Side(np.array([changed / questions]), draws[None])
+        answers = np.zeros((1, questions))
+        answers[0, rng.choice(questions, changed, replace=False)] = 1
+        side = stats.Side(
+            answers.mean(1),
+            answers @ counts.T / questions,
+            unit_values=answers,
+            right_answers=answers,
+        )
         found += [stats.estimate_sum(side), stats.estimate_sum(side.weighted(-1))]
     return found
 
 
-WORLDS = tuple(World(shape, pattern) for shape in NOISE for pattern in ("shift", "sharpen"))
+SHAPES = ("near chance", "sure")
+WORLDS = tuple(World(shape, pattern) for shape in SHAPES for pattern in ("shift", "sharpen"))
 OPPOSITE = tuple(
     World(shape, "sharpen", 2000 if shape == "real" else POOL, opposite=True)
     for shape in ("real", "sure")
 )
+SMALL_SIZES = (50, 100, 200, 500, 1000)
 SIZES = (500, 2000, 14042)
 ERRORS = (0.0, 0.02, 0.035, 0.1)
 SOME = (WORLDS[0], WORLDS[3])
-GROUPS = {  # worlds, and what is repeated in each
-    "ordinary": (WORLDS, [Cell(e, n) for e in ERRORS for n in SIZES]),
-    "seeds": (
-        SOME,
-        [Cell(0.035, 500, seeds, spread) for seeds, spread in product((2, 3, 5), (0.0, 1.0, 3.0))],
-    ),
-    "opposite": (
-        OPPOSITE,
-        [
-            Cell(a, n, other=b, names=DIFFERENCES)
-            for n in SIZES
-            for a, b in ((0.02, 0.02), (0.05, 0.05), (0.1, 0.1), (0.0, 0.05), (0.03, 0.08))
-        ],
-    ),
-    "pairs": (
-        SOME,
-        [
-            Cell(a, n, seeds, spread, b, DIFFERENCES)
-            for n in SIZES[:2]
-            for seeds, spread in ((1, 0.0), *product((2, 3, 5), (1.0, 3.0)))
-            for a, b in ((0.0, 0.0), (0.035, 0.035), (0.0, 0.035), (0.035, 0.1))
-        ],
-    ),
-}
+SPREADS = (0.0, 1.0, 3.0)  # of seeds, in units of the questions' own
+PAIRS = ((0.0, 0.0), (0.035, 0.035), (0.0, 0.035), (0.035, 0.1))
+OPPOSITE_PAIRS = ((0.02, 0.02), (0.05, 0.05), (0.1, 0.1), (0.0, 0.05), (0.03, 0.08))
+# A row of the table: what is compared, in which cells and worlds.
+Row = tuple[str, Sequence[Cell | NearCell], Sequence[World]]
 
 
-def simulate(worlds: Sequence[World], cells: list[Cell], replications: int) -> Iterator[dict]:
-    """Yield a row a cell: coverage of each metric, in brackets the worst of the worlds."""
+def rows_of_table() -> Iterator[Row]:
+    """Yield the rows of the table."""
+    for n in SMALL_SIZES[:3]:
+        yield "one run", [Cell(0.0, n)], WORLDS
+    yield "one run", [Cell(error, n) for error in ERRORS for n in SIZES], WORLDS
+    for n in SMALL_SIZES:
+        yield "one run, 98.6 % right", [Cell(0.0, n)], [World("nearly all right")]
+    cells = [Cell(0.035, 500, seeds, sd) for seeds, sd in product((2, 3, 5), SPREADS)]
+    yield "mean over seeds", cells, SOME
+    pairs = [(a, b, n) for a, b in PAIRS for n in SIZES[:2]]
+    yield "two models", [Cell(a, n, other=b, names=DIFFERENCES) for a, b, n in pairs], SOME
+    opposite = [(a, b, n) for a, b in OPPOSITE_PAIRS for n in SIZES]
+    cells = [Cell(a, n, other=b, names=DIFFERENCES) for a, b, n in opposite]
+    yield "two models, opposite errors", cells, OPPOSITE
+    seeds_and_spreads = list(product((2, 3, 5), SPREADS[1:]))
+    cells = [
+        Cell(a, n, seeds, sd, b, DIFFERENCES)
+        for a, b, n in pairs
+        for seeds, sd in seeds_and_spreads
+    ]
+    yield "two models over seeds", cells, SOME
+    for kind, rate, n in product(("quantised", "changed"), (0.01, 0.03), SMALL_SIZES):
+        worlds = [World(shape) for shape in SHAPES]
+        yield f"{kind}, {100 * rate:g} % differ", [NearCell(kind, rate, n)], worlds
+
+
+def printed_coverage(counts: Sequence[tuple[int, int]], replications: int) -> str:
+    """The lowest and the highest coverage of some cells, and how many have an interval.
+
+    A cell with an interval in fewer than one replication of ten is left out.
+    """
+    enough = [(held, made) for held, made in counts if made >= replications / 10]
+    if not enough:
+        return "–"
+    shares = [held / made for held, made in enough]
+    text = f"{min(shares):.3f}"
+    if len(shares) > 1:
+        text += f" to {max(shares):.3f}"
+    share_made = sum(made for _, made in counts) / (replications * len(counts))
+    return text if share_made > 0.995 else f"{text} ({100 * share_made:.0f} %)"
+
+
+def coverage_table(only: str, replications: int) -> Iterator[dict[str, str]]:
+    """Yield the rows whose name begins with `only`, each cell repeated so often in all worlds."""
+    rows = [row for row in rows_of_table() if row[0].startswith(only)]
     with ProcessPoolExecutor(2) as pool:
-        jobs = [(cell, world, replications) for cell in cells for world in worlds]
-        results = pool.map(Cell.run, *zip(*jobs, strict=True))
-        for cell in cells:
-            error = f"{cell.error:g}" + ("" if cell.other is None else f" and {cell.other:g}")
-            row = {"N": cell.n, "true error": error, "seeds": cell.seeds, "seed sd": cell.spread}
-            for name, covered in pd.DataFrame(islice(results, len(worlds))).items():
-                row[name] = f"{covered.mean():.3f} ({covered.min():.3f})"
-            yield row
+        futures = []
+        for _, cells, worlds in rows:
+            each = replications // len(worlds)
+            futures.append(
+                [[pool.submit(cell.run, world, each) for world in worlds] for cell in cells]
+            )
+        for (what, cells, worlds), futures_of_row in zip(rows, futures, strict=True):
+            by_cell = [[future.result() for future in of_cell] for of_cell in futures_of_row]
+            sizes = sorted({cell.n for cell in cells})
+            fewest_and_most = dict.fromkeys((sizes[0], sizes[-1]))
+            line = {"what": what, "N": " to ".join(f"{n:,}" for n in fewest_and_most)}
+            for name in (*ESTIMATES, "rms_debiased"):
+                counts = []
+                for of_worlds in by_cell:
+                    of_metric = [result[name] for result in of_worlds if name in result]
+                    if of_metric:
+                        held, made = np.sum(of_metric, axis=0).tolist()
+                        counts.append((held, made))
+                each = replications // len(worlds)
+                line[name] = printed_coverage(counts, each * len(worlds))
+            yield line
 
 
 def print_subjects(replications: int) -> None:
@@ -437,7 +560,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--replications", type=int, default=500, help="of a cell, all worlds")
-    parser.add_argument("--only", choices=[*GROUPS, "subjects", "families", "changed"])
+    parser.add_argument("--only", help="subjects, families, changed, or how a row begins")
     a = parser.parse_args()
     if a.only in (None, "changed"):
         print_changed_answers()
@@ -449,16 +572,10 @@ def main() -> None:
             "\nfamilies: 200 of twelve null pairs × three metrics at N = 300; some cell differs "
             f"from 0 by its own interval in {alone:.3f}, by Holm's correction in {corrected:.3f}"
         )
-    for group, (worlds, cells) in GROUPS.items():
-        if a.only not in (None, group):
-            continue
-        each = a.replications // len(worlds)
-        total = each * len(worlds)
-        print(
-            f"\n{group}: {total} replications a cell, standard error of 0.95 "
-            f"{math.sqrt(0.95 * 0.05 / total):.3f}; in brackets the worst of {len(worlds)} worlds\n"
-        )
-        rows = tqdm(simulate(worlds, cells, each), group, len(cells))
+    rows = list(tqdm(coverage_table(a.only or "", a.replications), "rows"))
+    if rows:
+        error = math.sqrt(0.95 * 0.05 / a.replications)
+        print(f"\n{a.replications} replications a cell; standard error of 0.95 {error:.3f}\n")
         print(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True), flush=True)
 
 

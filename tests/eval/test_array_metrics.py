@@ -14,7 +14,7 @@ from calibeval.io import InputError
 from calibeval.measures import Sample, Scores
 
 MEANS = ["accuracy", "nll", "brier", "ece_signed", "auroc", "aurc"]
-ERRORS = ["ece", "rms", "rms_debiased", "smooth_ece"]
+ERRORS = ["ece", "ece_equal_mass", "rms", "rms_debiased", "smooth_ece"]
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +199,16 @@ def test_an_interval_holds_its_value_where_probabilities_are_rounded():
     found = metrics.nll(probabilities, np.zeros(80), interval=True)
     assert 0 <= found.low <= found.value <= found.high
     assert found.value == pytest.approx(-np.log(0.999) / 2)
+
+
+def test_equal_mass_and_class_wise_errors_are_those_of_their_bins(answers):
+    probabilities, labels = answers
+    order = probabilities.max(1).argsort()
+    correct = (probabilities.argmax(1) == labels)[order]
+    parts = np.split(correct - probabilities.max(1)[order], 15)  # 600 answers, 40 in each
+    expected = sum(abs(part.sum()) for part in parts) / 600
+    assert metrics.ece_equal_mass(*answers) == pytest.approx(expected)
+    of_choices = [metrics.ece(probabilities[:, k], labels == k) for k in range(4)]
+    assert metrics.ece_classwise(*answers) == pytest.approx(np.mean(of_choices))
+    found = calibeval.metrics.ece_equal_mass(*answers, interval=True)
+    assert found.floor > 0

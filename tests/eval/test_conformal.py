@@ -97,6 +97,13 @@ def test_an_alpha_of_1_is_refused(tmp_path, refused):
     assert "alpha is 1.0, expected a number from 0 to below 1" in message
 
 
+def test_no_splits_are_refused(tmp_path):
+    """Means of no splits were NaN, with a warning of NumPy's."""
+    made = records.read(write_records(tmp_path / "a.jsonl", 20))
+    with pytest.raises(InputError, match="splits is 0, expected 1 or more"):
+        conformal.evaluate(made, splits=0)
+
+
 def test_one_record_alone_is_refused(tmp_path):
     made = records.read(write_records(tmp_path / "one.jsonl", 1))
     with pytest.raises(InputError, match=r"one\.jsonl: 1 record, expected 2 or more to split"):

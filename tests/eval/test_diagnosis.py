@@ -81,7 +81,8 @@ def test_each_reading_is_told_what_to_do(tmp_path):
 
 def test_no_change_of_calibration_is_said(models):
     check = found(models, "sharp", "sharp")
-    nothing = "No difference of the squared calibration error is shown (+0.0 [+0.0, +0.0]"
+    assert "no difference is shown ([-0.1, +0.1] points, 95 %)" in check.sentences[0]
+    nothing = "The squared calibration error's change has no interval: too few questions make it up"
     assert nothing in check.sentences[1]
     assert "fine-tuning caused" not in check.sentences[1]
 
@@ -225,14 +226,14 @@ def test_the_trial_names_its_parts():
         assert part in diagnosis.TRIAL
 
 
-def test_an_error_of_one_sign_is_not_called_one_of_both(tmp_path):
-    """All right, and all stated at 0.8: it read "too high for some and too low for others"."""
+def test_answers_that_are_all_right_at_80_percent_are_under_confident(tmp_path):
+    """They were "miscalibrated, though not shown to be too high or too low"."""
     row = {"subject": "s", "label": 0, "logprobs": np.log([0.8, 0.2]).tolist(), "letter_mass": 1.0}
     rows = [{"id": f"q{i}", **row} for i in range(100)]
     evaluation = evaluations.load(write_lines(tmp_path / "low.jsonl", rows))
     reading = readings(evaluation)["choices"]
-    assert reading.verdict == "miscalibrated"
-    assert "not shown to be too high or too low on average (ECE 0.200" in described(reading)
+    assert reading.verdict == "under-confident"
+    assert "under-confident, by 20.0 points on average (ECE 0.200" in described(reading)
 
 
 def test_a_model_that_is_all_right_is_checked_without_a_temperature(tmp_path, capsys):

@@ -89,13 +89,13 @@ def test_a_resample_is_a_sample_of_copied_questions(n, seed, ties):
     for row, counts_of_row in enumerate(counts.astype(int)):
         copied = np.repeat(np.arange(n), counts_of_row)
         expected = values_of(scored(probs[copied], labels[copied]))
-        for name in (*WITH_INTERVAL, "ece", "rms", "rms_debiased", "mcb", "dsc"):
+        for name in (*WITH_INTERVAL, "ece", "ece_classwise", "rms", "rms_debiased", "mcb", "dsc"):
             value = METRICS[name](sample)[row]
             assert value == pytest.approx(expected[name], abs=1e-9, nan_ok=True), name
 
 
 # Simulated answers do not say which choice is right, which these need.
-OF_LABELS = ("nll", "brier")
+OF_LABELS = ("nll", "brier", "ece_classwise")
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -318,10 +318,48 @@ def test_weights_are_no_counts():
 
 @pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.is_mean])
 def test_a_mean_is_that_of_the_questions_own_values(name):
-    """A sign test counts the questions whose own values differ."""
+    """By them `stats` counts the questions that make up a value or a difference."""
     sample = Sample.observed(scored(*draw(150, 5)))
     own = evaluations.unit_values(sample)[name]
-    assert own.mean() == pytest.approx(METRICS[name](sample)[0], abs=1e-12)
+    assert own.mean() == pytest.approx(METRICS[name](sample)[0], abs=1e-6)
     subjects = np.arange(150) // 15
     of_subjects = evaluations.unit_values(sample, subjects)[name]
-    assert of_subjects == pytest.approx(own.reshape(10, 15).mean(1), abs=1e-12)
+    assert of_subjects == pytest.approx(own.reshape(10, 15).mean(1), abs=1e-6)
+
+
+def test_cells_read_what_their_questions_read():
+    """Of very many questions samples are of cells, or a million would take six minutes."""
+    scores = scored(*draw(20_000))
+    rng = np.random.default_rng(0)
+    counts = np.concatenate([np.ones((1, 20_000), int), rng.poisson(1, (40, 20_000))])
+    cells = scores.cells
+    assert cells.sizes.sum() == 20_000
+    of_questions = Sample.resampled(scores, counts)
+    of_cells = Sample.resampled(cells, cells.counts(counts))
+    assert (of_cells.counts.sum(1) == counts.sum(1)).all()
+    for metric in (*WITH_INTERVAL.values(), *WITH_FLOOR.values()):
+        if not metric.is_mean:
+            expected = metric(of_questions)
+            assert metric(of_cells) == pytest.approx(expected, rel=0.02, abs=2e-4), metric.name
+    # What of a draw differs from the value is what an interval is made from.
+    for name in ("auroc", "aurc"):
+        value, *draws = METRICS[name](of_questions)
+        of_cells_value, *of_cells_draws = METRICS[name](of_cells)
+        expected = np.subtract(draws, value)
+        assert np.subtract(of_cells_draws, of_cells_value) == pytest.approx(expected, abs=2e-4)
+
+
+def test_very_many_questions_are_drawn_and_answered_as_many_are(monkeypatch):
+    scores = scored(*draw(20_000))
+    draws = {}
+    floors = {}
+    for many in (20_000, 20_001):
+        monkeypatch.setattr(measures, "MANY_QUESTIONS", many)
+        observed = {"choices": Sample.observed(scores)}
+        found, squares = evaluations.resampled_metrics(observed)
+        draws[many] = {**found["choices"], "square": squares["choices"]["rms_debiased"].gap_part}
+        floors[many] = evaluations.floor_tests(observed["choices"], tuple(WITH_FLOOR))
+    for name, few in draws[20_001].items():
+        assert draws[20_000][name].std() == pytest.approx(few.std(), rel=0.12), name
+    for name, test in floors[20_001].items():
+        assert floors[20_000][name].floor == pytest.approx(test.floor, rel=0.08), name

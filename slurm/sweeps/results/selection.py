@@ -112,7 +112,7 @@ def validation_figures(select_on: str, run: Run) -> dict[str, float] | None:
     tasks = [task for task in score.tasks if task.key == select_on] if score is not None else []
     if not tasks or scoring.gap(run, tasks[0]) is not None:
         return None
-    loaded = evaluations.load(scoring.records_file(run, tasks[0]))
+    loaded = evaluations.load(scoring.records_file(run, tasks[0]), parts=())
     figures = {}
     for metric in ("accuracy", "nll"):
         value = stats.estimate([loaded], metric, "choices").value
