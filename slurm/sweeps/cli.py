@@ -280,6 +280,7 @@ def _prefetch(parsed: argparse.Namespace) -> int:
     from sweeps.runs.schema import load_cluster
 
     plan = _plan(parsed)
+    assets.refuse_foreign_places(plan)
     use_cache(load_cluster(plan.sweep.cluster))
     problems = assets.fetch(assets.assets(plan))
     for problem in problems:

@@ -258,7 +258,11 @@ class Dataset(Strict):
     """A hub data set with `messages` or ShareGPT's `conversations`, written as JSON lines."""
 
     hub: str = option(..., "Name of the data set on the hub, as owner/name.")
-    to: str = option(..., "File that the data set is written to, as JSON lines.")
+    to: str = option(
+        ...,
+        "File that the data set is written to, as JSON lines, below the project's folder, "
+        "output_root or $SCRATCH.",
+    )
     split: str = option("train", "Split of the data set that is taken.")
     revision: str | None = option(None, "Branch, tag or commit on the hub; null takes the newest.")
 
@@ -266,9 +270,11 @@ class Dataset(Strict):
 class Archive(Strict):
     """An archive (tar, zip, …), unpacked into a folder; or a file of another kind."""
 
-    url: str = option(..., "Address of the file or archive.")
+    url: str = option(..., "Address of the file or archive: https://, without variables.")
     to: str = option(
-        ..., "Folder that an archive is unpacked into, or file that another download becomes."
+        ...,
+        "Folder that an archive is unpacked into, or file that another download becomes, below the "
+        "project's folder, output_root or $SCRATCH.",
     )
     strip: Natural = option(
         0,
