@@ -292,6 +292,42 @@ def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypa
     assert slurm_queue.live_elements(tmp_path) == [LiveElement("9_0", "R", "None", "one", "abc123")]
 
 
+@pytest.mark.parametrize(
+    ("tag", "job_name", "owner", "is_cancelled"),
+    [
+        ("abc123", "x.train.abc123", None, True),
+        ("abc123", "x.train.abc123", 12345, False),
+        ("train", "x.y.train", None, False),
+        ("train", "train", None, False),
+        ("abc123", "x.other.abc123", None, False),
+        ("abc124", "x.train.abc124", None, False),  # another job has this id
+    ],
+)
+def test_a_planted_folder_cancels_no_other_job(
+    toy_file, tmp_path, monkeypatch, tag, job_name, owner, is_cancelled
+):
+    """It cancelled whatever job of the user's was called like it."""
+    plan = plan_sweep(toy_file(), [])
+    names = plan.folder / "jobs" / tag / "names"
+    names.parent.mkdir(parents=True)
+    names.write_text("one\n")
+    (names.parent / "id").write_text("9\n" if tag != "abc124" else "8\n")
+    if owner is not None:
+        if os.geteuid():
+            pytest.skip("giving a file away needs root")
+        os.chown(names, owner, -1)
+    scripts = {
+        "squeue": f"echo '9|0|R|{job_name}|None'",
+        "scancel": f"echo $@ > {tmp_path}/cancelled",
+    }
+    for program, text in scripts.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert slurm.cancel(plan) == ["9"] * is_cancelled
+    assert (tmp_path / "cancelled").exists() is is_cancelled
+
+
 @pytest.mark.parametrize("offline", [False, True])
 def test_trackers_are_offline_where_the_profile_says_so_alone(tmp_path, offline):
     lines = sbatch.setup(Cluster(offline=offline), tmp_path)

@@ -536,12 +536,22 @@ def _choices(key: str, found: str | None, *command: str) -> str:
 
 
 def cancel(plan: SweepPlan) -> list[str]:
-    """scancel every job of a sweep's folder; returns their ids.
+    """scancel every job that this user has queued from a sweep's folder; returns their ids.
 
     Trainers that run hear of it and save. Slurm kills those that have not ended after its KillWait,
     30 seconds unless the cluster has another: what they learnt since their last checkpoint is lost.
     """
-    ids = sorted({_array_id(element) for element in live_elements(plan.folder)})
+    ids = set()
+    left_alone = {}
+    for element in live_elements(plan.folder):
+        names = plan.folder / "jobs" / element.tag / "names"
+        if names.stat().st_uid == os.getuid():
+            ids.add(_array_id(element))
+        else:  # another user has launched it; or has made the folder for a job that is no sweep's
+            left_alone[_array_id(element)] = names
+    for job_id, names in left_alone.items():
+        remedy = f"if it is yours all the same: scancel {job_id}"
+        print(f"left alone: job {job_id}: {names} is another user's; {remedy}", file=sys.stderr)
     if ids:
-        run_checked("scancel", *ids)
-    return ids
+        run_checked("scancel", *sorted(ids))
+    return sorted(ids)

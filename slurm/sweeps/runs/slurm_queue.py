@@ -22,6 +22,10 @@ from calibeval.io import InputError
 from sweeps.runs.processes import run_checked, run_or_empty
 from sweeps.runs.stages import SCORE
 
+# What launches call jobs. Anybody can write into a folder that is shared: whatever stands in it, a
+# job that is called otherwise is no sweep's.
+JOB_NAME = re.compile(r"[A-Za-z0-9._-]+\.(?P<kind>train|score|collect)\.(?P<tag>[0-9a-f]{6})")
+
 
 class Remedy(Enum):
     """What lets a pending job start that does not start by itself; `status` has the words."""
@@ -134,6 +138,15 @@ class SubmittedElement:
         return self.label is not None
 
 
+def _noted_id(job_folder: Path) -> str | None:
+    """The id that sbatch gave a folder's job; None where its launch did not live to write it."""
+    with contextlib.suppress(FileNotFoundError):
+        noted = (job_folder / "id").read_text().strip()
+        if noted.isdigit():
+            return noted
+    return None
+
+
 def live_elements(folder: Path) -> list[LiveElement]:
     """The elements of a sweep's jobs that are queued or running, and its collect job.
 
@@ -156,10 +169,13 @@ def live_elements(folder: Path) -> list[LiveElement]:
     elements = []
     for line in listed.splitlines():
         array_id, index, state, job_name, reason = line.split("|", 4)
-        rest, _, tag = job_name.rpartition(".")
-        kind = rest.rpartition(".")[2]
-        if tag not in names_of_tag:
+        name = JOB_NAME.fullmatch(job_name)
+        if name is None or name["tag"] not in names_of_tag:
             continue
+        tag = name["tag"]
+        kind = name["kind"]
+        if _noted_id(folder / "jobs" / tag) not in (None, array_id):
+            continue  # of another sweep's job, which happens to be called so
         if index.isdigit():
             label = f"{array_id}_{index}"
             names = names_of_tag[tag]
