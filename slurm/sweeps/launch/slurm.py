@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import Thread
 from typing import IO
 
-from calibeval.io import InputError, counted, write_text
+from calibeval.io import InputError, counted, regular_file, write_text
 from sweeps.launch.element import Element
 from sweeps.launch.sbatch import Job, JobKind, exported, job_name, parameters, script
 from sweeps.launch.snapshot import snapshot
@@ -434,7 +434,7 @@ def call_sbatch(sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path) -> s
     # may name it in `pass_environment`.
     words = ["sbatch", "--parsable", f"--job-name={job_name(sweep, job, job_folder)}"]
     with (
-        open(job_folder / "script.sh") as text,
+        open(job_folder / "script.sh", opener=regular_file) as text,
         subprocess.Popen(
             words, stdin=text, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=seen
         ) as process,

@@ -1,7 +1,6 @@
 """The tables of a sweep's folder: every run that is scored, whichever launch asked for it."""
 
 import os
-import shutil
 from collections import Counter
 from contextlib import redirect_stdout
 from html import escape
@@ -18,7 +17,7 @@ from sweeps.results import status
 from sweeps.results.selection import Choice, best_learning_rates
 from sweeps.results.settings import settings, varied_settings
 from sweeps.runs import scoring
-from sweeps.runs.files import locked, replace_folder
+from sweeps.runs.files import locked, remove_folder, replace_folder
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.run import Run
 
@@ -43,7 +42,7 @@ def collect(plan: SweepPlan) -> list[str]:
         # Only now: while this process waited for the lock, runs have gone on.
         gaps = list_gaps(plan)
         runs = runs_in_folder(plan)
-        shutil.rmtree(part, ignore_errors=True)
+        remove_folder(part)
         part.mkdir()
         # Printed only once all is there: `collect | head` must not end half-way through.
         with redirect_stdout(StringIO()) as printed:

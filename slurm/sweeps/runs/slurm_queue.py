@@ -19,6 +19,7 @@ from enum import Enum
 from pathlib import Path
 
 from calibeval.io import InputError
+from sweeps.runs.files import text_of
 from sweeps.runs.processes import run_checked, run_or_empty
 from sweeps.runs.stages import SCORE
 
@@ -141,7 +142,7 @@ class SubmittedElement:
 def _noted_id(job_folder: Path) -> str | None:
     """The id that sbatch gave a folder's job; None where its launch did not live to write it."""
     with contextlib.suppress(FileNotFoundError):
-        noted = (job_folder / "id").read_text().strip()
+        noted = text_of(job_folder / "id").strip()
         if noted.isdigit():
             return noted
     return None
@@ -155,7 +156,7 @@ def live_elements(folder: Path) -> list[LiveElement]:
     names_files = list(folder.glob("jobs/*/names"))
     if not names_files:
         return []
-    names_of_tag = {file.parent.name: file.read_text().splitlines() for file in names_files}
+    names_of_tag = {file.parent.name: text_of(file).splitlines() for file in names_files}
     # Several users may launch in a folder that they share.
     users = {os.getuid()}
     users.update(file.stat().st_uid for file in names_files)
@@ -216,7 +217,7 @@ def submitted_elements(folder: Path) -> dict[str, list[SubmittedElement]]:
     for names_file in sorted(names_files, key=lambda path: path.stat().st_mtime_ns):
         job_folder = names_file.parent
         only_scores = _only_scores(job_folder)
-        for index, name in enumerate(names_file.read_text().splitlines()):
+        for index, name in enumerate(text_of(names_file).splitlines()):
             label, log = _label_and_log(job_folder, index)
             elements.setdefault(name, []).append(SubmittedElement(label, log, only_scores))
     return elements
@@ -226,7 +227,7 @@ def _only_scores(job_folder: Path) -> bool:
     """Whether a folder's job scores and does not train, as its name in its script tells."""
     name = rf"^#SBATCH --job-name=.*\.{SCORE}\.{job_folder.name}$"
     with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
-        return re.search(name, (job_folder / "script.sh").read_text(), re.MULTILINE) is not None
+        return re.search(name, text_of(job_folder / "script.sh"), re.MULTILINE) is not None
     return False
 
 
@@ -234,7 +235,7 @@ def _label_and_log(job_folder: Path, index: int) -> tuple[str | None, Path | Non
     """The label and the log of the element at this index of a folder's array, as far as known."""
     ending = "_0_log.out"  # 0 is the element's only task, as srun counts
     try:
-        label = f"{(job_folder / 'id').read_text().strip()}_{index}"
+        label = f"{text_of(job_folder / 'id').strip()}_{index}"
     except FileNotFoundError:
         for log in job_folder.glob(f"*_{index}{ending}"):
             return log.name.removesuffix(ending), log
