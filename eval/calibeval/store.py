@@ -200,9 +200,7 @@ def earlier_settings(file: Path) -> dict[str, Any]:
 
 def _whole_records(file: Path) -> Iterator[tuple[Record, RawRecord]]:
     """The records of a file that may have been cut short while it was written."""
-    with open(
-        file, encoding="utf-8", errors="replace", newline="\n", opener=regular_file
-    ) as lines:
+    with open(file, encoding="utf-8", errors="replace", newline="\n", opener=regular_file) as lines:
         for line in lines:
             # A line that was cut short is no record; `InputError` is a ValueError.
             with suppress(ValueError, TypeError):
