@@ -159,13 +159,29 @@ def _plan(parsed: argparse.Namespace) -> "SweepPlan":
     return plan_sweep(parsed.sweep, parsed.overrides)
 
 
+def _plan_to_try(parsed: argparse.Namespace) -> "SweepPlan":
+    """The sweep of a dry run, which imports no backend that only a folder names."""
+    from calibeval.io import InputError
+    from sweeps.runs.backend_modules import built_in_backends
+    from sweeps.runs.grid import plan_to_look_at
+
+    plan = plan_to_look_at(parsed.sweep, parsed.overrides)
+    backend = plan.sweep.backend
+    if parsed.sweep.is_dir() and backend not in built_in_backends():
+        raise InputError(
+            f"{parsed.sweep}: backend: {backend!r} would be imported, which --dry-run of a folder "
+            "does not: type the sweep's file"
+        )
+    return plan
+
+
 def _plan_to_look_at(parsed: argparse.Namespace) -> "SweepPlan":
     """The sweep that was typed, or what its folder holds where its backend cannot be imported."""
     from sweeps.runs.backend_modules import NoBackend
-    from sweeps.runs.grid import plan_from_folder
+    from sweeps.runs.grid import plan_from_folder, plan_to_look_at
 
     try:
-        return _plan(parsed)
+        return plan_to_look_at(parsed.sweep, parsed.overrides)
     except NoBackend as error:
         plan = plan_from_folder(parsed.sweep, parsed.overrides)
         if not plan.runs:
@@ -178,13 +194,13 @@ def _launch(parsed: argparse.Namespace) -> int:
     from calibeval.io import InputError
     from sweeps.launch import preflight
 
-    plan = _plan(parsed)
+    plan = _plan_to_try(parsed) if parsed.dry_run else _plan(parsed)
     executor = parsed.executor
     if executor == "auto":
         executor = "slurm" if shutil.which("sbatch") else "local"
     if parsed.scripts and parsed.executor == "local":
         raise InputError("--scripts: without Slurm there are none; leave out --executor local")
-    problems = preflight.problems(plan, executor)
+    problems = preflight.problems(plan, executor, runs_programs=not parsed.dry_run)
     if parsed.dry_run:
         _dry_run(plan, problems)
         # The executor as it was typed: without Slurm, `auto` shows what a cluster would get.

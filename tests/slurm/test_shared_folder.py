@@ -1,15 +1,18 @@
 """A folder into which other users can write: what they put there is neither run nor followed."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from sweep_tools import command, prepare
+from sweep_tools import PROJECT, command, prepare
 
 from calibeval.io import InputError, atomic_write, open_to_write
 from sweeps.launch import worker
 from sweeps.runs.events import EventKind, append_event
 from sweeps.runs.files import locked, remove_folder, touch
+from sweeps.runs.grid import plan_sweep, plan_to_look_at
 from sweeps.runs.stages import TRAIN
 
 
@@ -100,3 +103,64 @@ def test_nobody_waits_for_a_planted_pipe(toy_file, word, name):
     os.mkfifo(planted)
     done = command(word, path, timeout=60)
     assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.fixture
+def planted(toy_file, tmp_path) -> Path:
+    """A folder that holds somebody's sweep, whose backend leaves a mark where it is imported.
+
+    Modules that this package imports are planted beside it.
+    """
+    path = toy_file(grid={"seed": [1, 2]})
+    run = prepare(path)
+    for file in (run.path.parent / "launched.yaml", run.config_file):
+        file.write_text(file.read_text().replace("toy.backend", "evil"))
+    text = f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit('planted')\n"
+    for module in ("evil", "yaml", "pydantic", "numpy"):
+        (run.path.parent / f"{module}.py").write_text(text)
+    return run.path.parent
+
+
+@pytest.mark.parametrize("start", ["python -m", "sweeps.sh"])
+@pytest.mark.parametrize("words", [["status"], ["collect"], ["cancel"], ["launch", "--dry-run"]])
+def test_looking_at_a_folder_runs_nothing_that_it_names(planted, tmp_path, start, words):
+    (tmp_path / "squeue").write_text("#!/bin/sh\n")
+    (tmp_path / "squeue").chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+    }
+    typed = [sys.executable, "-m", "sweeps"]
+    if start == "sweeps.sh":
+        typed = ["bash", str(PROJECT / "slurm" / "sweeps.sh")]
+        del environment["PYTHONPATH"]
+    typed += [words[0], str(planted), *words[1:]]
+    done = subprocess.run(
+        typed, cwd=planted, env=environment, capture_output=True, text=True, check=False
+    )
+    assert not (tmp_path / "ran").exists(), done.stderr
+    assert "Traceback" not in done.stderr
+    if "--dry-run" in words:
+        assert done.returncode == 2 and "backend: 'evil' would be imported" in done.stderr
+
+
+def test_a_dry_run_starts_no_interpreter(toy_file, profile, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch '{tmp_path}/ran'\n")
+    python.chmod(0o755)
+    path = toy_file(cluster=profile(python=str(python)))
+    done = command("launch", path, "--executor", "slurm", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_tells_its_plan_without_its_backend(toy_file):
+    path = toy_file(grid={"seed": [1, 2], "label_smoothing": [0.0, 0.1]}, score=None)
+    plan = plan_sweep(path, [])
+    plan.create()
+    seen = plan_to_look_at(plan.folder, [])
+    assert [run.name for run in seen.runs] == [run.name for run in plan.runs]
+    assert [run.grid_values for run in seen.runs] == [run.grid_values for run in plan.runs]
+    seen = plan_to_look_at(plan.folder, ["grid.seed=[2]"])
+    assert [run.name for run in seen.runs] == [run.name for run in plan.runs[2:]]

@@ -30,10 +30,11 @@ PACKAGES_OF_JOBS = ("pydantic", "submitit", "yaml")  # as sweeps.sh asks for the
 READ_CONVERSATIONS = 100_000  # of a training file, of which the format is checked
 
 
-def problems(plan: SweepPlan, executor: str) -> list[str]:
+def problems(plan: SweepPlan, executor: str, runs_programs: bool = True) -> list[str]:
     """What would stop a launch by `executor`, local or slurm: one sentence for each problem.
 
-    Raises InputError for a problem that keeps the others from being looked for.
+    Without `runs_programs` the profile's interpreter is not asked for its packages. Raises
+    InputError for a problem that keeps the others from being looked for.
     """
     if executor == "slurm":
         cluster = load_cluster(plan.sweep.cluster)
@@ -44,7 +45,7 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
     found = [
         *_inputs(plan),
         *_records(plan),
-        *_interpreters(plan, cluster),
+        *_interpreters(plan, cluster, runs_programs),
         *_secrets_file(plan, cluster),
     ]
     if executor == "local":
@@ -84,7 +85,7 @@ def _use_cache_of_profile(plan: SweepPlan) -> None:
         use_cache(cluster)
 
 
-def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
+def _interpreters(plan: SweepPlan, cluster: Cluster, runs_programs: bool) -> Iterator[str]:
     """Interpreters that cannot be run here, and packages that they lack for the runs."""
     if cluster.python == "auto":
         absent = sorted(name for name in _packages(plan) if find_spec(name) is None)
@@ -92,7 +93,7 @@ def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
             install = f"{sys.executable} -m pip install …"
             yield f"packages that runs need: {' '.join(absent)}: {install}"
     else:
-        yield from _profiles_interpreter(plan, cluster)
+        yield from _profiles_interpreter(plan, cluster, runs_programs)
     scoring_python = plan.sweep.score.python if plan.sweep.score is not None else None
     # A command of several words is a container's, in which other paths may exist.
     if scoring_python and " " not in cluster.python:
@@ -101,7 +102,7 @@ def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
             yield f"score.python: {scoring_python}: {problem}"
 
 
-def _profiles_interpreter(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
+def _profiles_interpreter(plan: SweepPlan, cluster: Cluster, runs_programs: bool) -> Iterator[str]:
     """Problems of the profile's `python`, as far as they can be seen before a job runs it."""
     words = cluster.python.split(" ")
     with contextlib.suppress(ValueError):  # quotes that nobody closes
@@ -112,7 +113,8 @@ def _profiles_interpreter(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
     problem = _program_problem(words[0], "no such command")
     if problem is not None:
         yield f"{plan.sweep.cluster}: python: {words[0]}: {problem}"
-    elif len(words) == 1:  # more are a container's, which may not run on a login node
+    elif len(words) == 1 and runs_programs:
+        # More words are a container's, which may not run on a login node.
         absent = _absent_packages(words[0], sorted({*PACKAGES_OF_JOBS, *_packages(plan)}))
         if absent:
             lack = f"lacks packages that runs need: {' '.join(absent)}"

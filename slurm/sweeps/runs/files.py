@@ -91,7 +91,7 @@ def touch(path: Path) -> None:
 
 def text_of(path: Path) -> str:
     """The text of a file; raises OSError, FileNotFoundError among it, where it cannot be read."""
-    with open(path, opener=regular_file) as file:
+    with open(path, encoding="utf-8", opener=regular_file) as file:
         return file.read()
 
 
