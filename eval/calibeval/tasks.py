@@ -347,7 +347,9 @@ class _Reader:
         try:
             from datasets import load_dataset
 
-            rows = load_dataset(data.removeprefix(HUB), config, split=hub_split)
+            rows = load_dataset(
+                data.removeprefix(HUB), config, split=hub_split, trust_remote_code=False
+            )
         except (ImportError, OSError, ValueError, KeyError) as error:
             if data.startswith(HUB):
                 raise InputError(f"{data}: cannot be loaded from the hub: {error}") from error
