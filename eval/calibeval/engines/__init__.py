@@ -154,8 +154,8 @@ def load(
     except Exception as error:  # whatever a damaged file makes a library raise
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"{model}: brings code of its own, which is not run (trust_remote_code=False): take "
-                "a model of a class that transformers has; to score this one, load it by a script "
+                f"{model}: brings code of its own, which is not run (trust_remote_code=False): "
+                "take a model of a class that transformers has; to score this one, load it by a script "
                 "of yours and give it to calibeval.score"
             ) from error
         reason = shortened(error) or type(error).__name__
