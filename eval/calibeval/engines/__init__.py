@@ -155,8 +155,8 @@ def load(
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"{model}: brings code of its own, which is not run (trust_remote_code=False): "
-                "take a model of a class that transformers has; to score this one, load it by a script "
-                "of yours and give it to calibeval.score"
+                "take a model of a class that transformers has; to score this one, load it by a "
+                "script of yours and give it to calibeval.score"
             ) from error
         reason = shortened(error) or type(error).__name__
         message = f"{model}: cannot be loaded as {what}: {reason}"
