@@ -88,6 +88,39 @@ def test_a_secrets_file_that_is_its_users_alone_passes(toy_file, profile, tmp_pa
     assert problems(toy_file(cluster=profile(secrets_file=str(file)))) == ""
 
 
+@pytest.mark.parametrize("line", ["HF_TOKEN= hf_x", "HF_TOKEN hf_x", "A=$(cat hf_x)", "A=b # c"])
+def test_a_line_of_a_secrets_file_that_is_no_value_is_named(toy_file, profile, tmp_path, line):
+    """The job's shell ran what stood behind the space, and said so in the log."""
+    file = tmp_path / "secrets.env"
+    file.write_text(f"# mine\nexport GOOD='a value'\n{line}\n")
+    file.chmod(0o600)
+    printed = problems(toy_file(cluster=profile(secrets_file=str(file))))
+    assert f"secrets_file: {file}, line 3: write NAME=value" in printed and "hf_x" not in printed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+def test_another_users_secrets_file_is_refused(toy_file, profile, tmp_path):
+    file = tmp_path / "secrets.env"
+    file.write_text("HF_TOKEN=hf_x\n")
+    file.chmod(0o600)
+    os.chown(file, 12345, -1)
+    printed = problems(toy_file(cluster=profile(secrets_file=str(file))))
+    assert f"secrets_file: {file}: is another user's" in printed
+
+
+def test_a_secrets_file_in_a_folder_open_to_all_is_refused(toy_file, profile, tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    file = folder / "secrets.env"
+    file.write_text("HF_TOKEN=hf_x\n")
+    file.chmod(0o600)
+    path = toy_file(cluster=profile(secrets_file=str(file)))
+    assert f"secrets_file: {file}: others can replace it: chmod o-w {folder}" in problems(path)
+    folder.chmod(0o1777)  # as /tmp has it, where nobody can replace others' files
+    assert problems(path) == ""
+
+
 def test_a_python_that_set_up_lines_make_need_not_be_there(toy_file, profile):
     assert problems(toy_file(cluster=profile(python="made", setup=["make it"]))) == ""
 

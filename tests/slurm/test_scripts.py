@@ -392,6 +392,23 @@ def test_two_dollars_of_a_profile_are_a_literal_one_in_jobs(tmp_path, monkeypatc
     assert done.stdout == "/c$d/me t\n", done.stderr
 
 
+def test_jobs_read_a_secrets_file_and_do_not_run_it(tmp_path):
+    secrets = tmp_path / "secrets"
+    secrets.write_text("# mine\n\nexport A='two words'\nB=\"b\"\nC='$(touch ran)=='\nD=last")
+    show = 'echo "$A|$B|$C|$D"; bash -c \'echo "$D"\''
+    done = run_setup(tmp_path, after=show, secrets_file=str(secrets))
+    assert done.stdout == "two words|b|$(touch ran)==|last\nlast\n", done.stderr
+
+
+@pytest.mark.parametrize("line", ["HF_TOKEN= hf_5ecret", "hf_5ecret", "A B=hf_5ecret"])
+def test_a_job_names_the_line_of_its_secrets_file_and_not_its_value(tmp_path, line):
+    secrets = tmp_path / "secrets"
+    secrets.write_text(f"A=b\n{line}\n")
+    done = run_setup(tmp_path, after="echo went on", secrets_file=str(secrets))
+    assert f"error: {secrets}, line 2: write NAME=value" in done.stderr
+    assert "5ecret" not in done.stderr + done.stdout and "went on" not in done.stdout
+
+
 def test_a_path_of_a_profile_is_a_path_whatever_characters_it_has(tmp_path):
     cache = '/a"b/`date`/c\\d/$(date)/5$/$HOME'
     done = run_setup(tmp_path, after='echo "$HF_HOME"', cache=cache)
@@ -439,7 +456,7 @@ def interpreters(tmp_path):
     """
     project = tmp_path / "project"
     shutil.copytree(PROJECT / "slurm", project / "slurm", ignore=shutil.ignore_patterns("*.py*"))
-    serves = '[ "$1" = -c ] && exit 0\necho venv: $3'
+    serves = '[ "$1" = -c ] && exit 0\necho venv: $2'
     for place, text in (("active", "exit 1"), ("project/.venv", serves)):
         python = tmp_path / place / "bin" / "python"
         python.parent.mkdir(parents=True)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -13,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import InputError
+from calibeval.io import InputError, read_text
 from calibeval.tasks import HUB, load
 from sweeps.launch import assets, local
 from sweeps.launch.hub_cache import use_cache
@@ -27,6 +28,8 @@ from sweeps.runs.schema import Cluster, load_cluster, one_line
 from sweeps.runs.yaml_io import expand
 
 PACKAGES_OF_JOBS = ("pydantic", "submitit", "yaml")  # as sweeps.sh asks for them
+# A line of a secrets file, which jobs take as it stands: what a shell would replace is refused.
+SECRET_LINE = re.compile(r"""(export )?[A-Za-z_]\w*=('[^']*'|"[^"$`\\]*"|[^\s"'$`\\]*)""", re.ASCII)
 READ_CONVERSATIONS = 100_000  # of a training file, of which the format is checked
 
 
@@ -152,15 +155,35 @@ def _packages(plan: SweepPlan) -> set[str]:
 
 
 def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
-    """A file of tokens that is not there, or that other users can read."""
+    """What is wrong with a file of tokens: it is not there, not its user's alone, or not read."""
     if not cluster.secrets_file:
         return
     key = f"{plan.sweep.cluster}: secrets_file: {cluster.secrets_file}"
     file = Path(expand("secrets_file", cluster.secrets_file))
     if not file.is_file():
         yield f"{key}: no such file"
+        return
+    if file.stat().st_uid != os.getuid():
+        yield f"{key}: is another user's, who could give your jobs any variable: copy it"
     elif file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield f"{key}: others can read it: chmod 600 {shlex.quote(str(file))}"
+    else:
+        yield from _wrong_line(key, file)
+    folder = file.parent
+    mode = folder.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        yield f"{key}: others can replace it: chmod o-w {shlex.quote(str(folder))}"
+
+
+def _wrong_line(key: str, file: Path) -> Iterator[str]:
+    """The first line of a file of tokens that is no NAME=value; what it holds is not repeated."""
+    for number, line in enumerate(read_text(file).splitlines(), start=1):
+        if line and not line.startswith("#") and not SECRET_LINE.fullmatch(line):
+            yield (
+                f"{key}, line {number}: write NAME=value, without spaces, or NAME='a value'; "
+                "nothing in it is run"
+            )
+            return
 
 
 def _several_nodes(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
