@@ -31,7 +31,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -44,7 +43,7 @@ from typing import Any
 import numpy as np
 
 from calibeval import records, task_files
-from calibeval.io import InputError, counted, json_lines, read_text, reading, sha256
+from calibeval.io import InputError, counted, json_lines, read_text, reading, sha256, show
 from calibeval.questions import LETTERS
 from calibeval.records import RawRecord
 from calibeval.task_files import Normaliser
@@ -268,10 +267,10 @@ def _write(file: Path, target: _Target) -> None:
         settings[records.TEMPLATE_IS_KNOWN] = False
     settings.update(target.left_out)
     if target.left_out:
-        print(
+        show(
             f"warning: {file}: {_described_as_left_out(target.left_out)} left out, "
             f"{len(rows)} kept: every metric is of those that are kept",
-            file=sys.stderr,
+            to_stderr=True,
         )
     about = {
         "settings": settings,
@@ -283,7 +282,7 @@ def _write(file: Path, target: _Target) -> None:
     normalise = first.get("normalise", "sum")
     records.warn_of_ties(file, target.tied, len(rows))
     questions = counted(len(rows), "question")
-    print(f"{file}: {questions}, {scoring} by {normalise}", file=sys.stderr)
+    show(f"{file}: {questions}, {scoring} by {normalise}", to_stderr=True)
 
 
 # --- lm-evaluation-harness ---

@@ -18,6 +18,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import secrets
 import stat
 import sys
@@ -34,10 +35,12 @@ __all__ = [
     "finish",
     "json_lines",
     "open_to_write",
+    "printable",
     "read_text",
     "reading",
     "regular_file",
     "sha256",
+    "show",
     "write_rows",
     "write_text",
 ]
@@ -48,6 +51,7 @@ BAD_INPUT = 2  # exit status of a command whose input cannot be used
 INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C has ended
 STDOUT = 1  # file descriptor
 HASH_BUFFER = 1 << 20  # bytes
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class InputError(ValueError):
@@ -66,7 +70,7 @@ def finish(work: Callable[[], int | None], if_stopped: str = "stopped") -> int:
         status = work()
         sys.stdout.flush()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        show(f"error: {error}", to_stderr=True)
         return BAD_INPUT
     except BrokenPipeError:
         # The reader of `… | head` has read enough. The interpreter flushes stdout once more when
@@ -76,7 +80,7 @@ def finish(work: Callable[[], int | None], if_stopped: str = "stopped") -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        show(f"error: {error.filename}: {error.strerror}", to_stderr=True)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(if_stopped, file=sys.stderr)
@@ -257,6 +261,20 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 kind = type(value).__name__
                 raise InputError(f"{place}: expected a JSON object, found {kind}")
             yield place, value
+
+
+def printable(text: str) -> str:
+    r"""A text without control characters other than line breaks and tabs.
+
+    A terminal obeys them: a name in somebody's file could clear the screen, or write a line that no
+    program has said. They are written as JSON writes them, \u001b.
+    """
+    return CONTROL_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def show(text: str, *, to_stderr: bool = False, end: str = "\n") -> None:
+    """Print what may have come from a file, see `printable`."""
+    print(printable(text), end=end, file=sys.stderr if to_stderr else sys.stdout, flush=to_stderr)
 
 
 def counted(number: int, noun: str) -> str:

@@ -177,6 +177,7 @@ def _plan_to_try(parsed: argparse.Namespace) -> "SweepPlan":
 
 def _plan_to_look_at(parsed: argparse.Namespace) -> "SweepPlan":
     """The sweep that was typed, or what its folder holds where its backend cannot be imported."""
+    from calibeval.io import show
     from sweeps.runs.backend_modules import NoBackend
     from sweeps.runs.grid import plan_from_folder, plan_to_look_at
 
@@ -186,7 +187,7 @@ def _plan_to_look_at(parsed: argparse.Namespace) -> "SweepPlan":
         plan = plan_from_folder(parsed.sweep, parsed.overrides)
         if not plan.runs:
             raise
-        print(f"warning: {error}; this is what its folder holds", file=sys.stderr)
+        show(f"warning: {error}; this is what its folder holds", to_stderr=True)
         return plan
 
 
@@ -218,11 +219,12 @@ def _launch(parsed: argparse.Namespace) -> int:
 
 def _dry_run(plan: "SweepPlan", problems: list[str]) -> None:
     """Print every run's state, and what a launch would refuse."""
+    from calibeval.io import show
     from sweeps.results import status
 
-    print(status.table(plan))
+    show(status.table(plan))
     for problem in problems:
-        print(f"a launch would refuse: {problem}")
+        show(f"a launch would refuse: {problem}")
     if not problems:
         print("a launch would refuse nothing")
 
@@ -240,6 +242,7 @@ def _planned_jobs(plan: "SweepPlan", scripts: bool) -> None:
 
 
 def _launch_on_slurm(plan: "SweepPlan") -> int:
+    from calibeval.io import show
     from sweeps.launch import slurm
     from sweeps.runs.processes import cli_command
 
@@ -250,7 +253,7 @@ def _launch_on_slurm(plan: "SweepPlan") -> int:
     if not submission.jobs and not problems:
         print(f"{submission.describe_present(plan)}, nothing to add")
     for line in [*problems, *submission.notes(plan)]:
-        print(line, file=sys.stderr)
+        show(line, to_stderr=True)
     print(f"watch: {cli_command('status', plan.folder)}")
     return 1 if problems else 0
 
@@ -268,9 +271,10 @@ def _launch_here(plan: "SweepPlan") -> int:
 
 
 def _status(parsed: argparse.Namespace) -> None:
+    from calibeval.io import show
     from sweeps.results import status
 
-    print(status.table(_plan_to_look_at(parsed)))
+    show(status.table(_plan_to_look_at(parsed)))
 
 
 def _cancel(parsed: argparse.Namespace) -> None:
@@ -291,6 +295,7 @@ def _collect(parsed: argparse.Namespace) -> int:
 
 
 def _prefetch(parsed: argparse.Namespace) -> int:
+    from calibeval.io import show
     from sweeps.launch import assets
     from sweeps.launch.hub_cache import use_cache
     from sweeps.runs.schema import load_cluster
@@ -300,7 +305,7 @@ def _prefetch(parsed: argparse.Namespace) -> int:
     use_cache(load_cluster(plan.sweep.cluster))
     problems = assets.fetch(assets.assets(plan))
     for problem in problems:
-        print(f"failed: {problem}", file=sys.stderr)
+        show(f"failed: {problem}", to_stderr=True)
     return 1 if problems else 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from calibeval import index, report
-from calibeval.io import InputError, counted, write_rows, write_text
+from calibeval.io import InputError, counted, show, write_rows, write_text
 from calibeval.request import DEFAULT_COLUMNS
 from sweeps.results import status
 from sweeps.results.selection import Choice, best_learning_rates
@@ -48,9 +48,9 @@ def collect(plan: SweepPlan) -> list[str]:
         with redirect_stdout(StringIO()) as printed:
             _write_results(plan, runs, gaps, part)
         replace_folder(part, results)
-    print(printed.getvalue(), end="")
+    show(printed.getvalue(), end="")
     for line in gaps:
-        print(f"gap: {line}")
+        show(f"gap: {line}")
     print(f"report: {(results / 'report.html').absolute()}")
     return gaps
 
@@ -91,7 +91,7 @@ def runs_in_folder(plan: SweepPlan) -> list[Run]:
         try:
             run.config()
         except InputError as error:
-            print(f"left out: {error}")
+            show(f"left out: {error}")
         else:
             runs.append(run)
     return runs
@@ -181,7 +181,7 @@ def _write_results(plan: SweepPlan, runs: list[Run], gaps: list[str], part: Path
     metrics.jsonl, is a section of the page here.
     """
     rows = runs_table(plan)
-    write_text(part / "runs.csv", pd.DataFrame(rows).to_csv(index=False))
+    write_text(part / "runs.csv", report.csv_table(pd.DataFrame(rows)))
     items = "".join(f"<li class=gap>{escape(line)}" for line in gaps)
     note = f"<p>{counted(len(rows), 'run')}, {counted(len(gaps), 'gap')}</p><ul>{items}</ul>"
     sections = []  # of the page, as HTML, below what calibeval puts there
@@ -223,7 +223,7 @@ def _write_choices(
 ) -> str:
     """Write best_learning_rates.csv and the table of the best runs; returns a section of HTML."""
     rows = [choice.row() for choice in choices]
-    write_text(part / "best_learning_rates.csv", pd.DataFrame(rows).to_csv(index=False))
+    write_text(part / "best_learning_rates.csv", report.csv_table(pd.DataFrame(rows)))
     best_runs = [run for run in runs if run.config().is_baseline]
     for choice in choices:
         best_runs += choice.runs

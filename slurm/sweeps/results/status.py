@@ -466,7 +466,7 @@ def _summary(plan: SweepPlan, statuses: list[Status]) -> str:
 
 def _rows(statuses: list[Status]) -> list[str]:
     """A line for each run, below their heading."""
-    width = max(len(status.name) for status in statuses)
+    width = max((len(status.name) for status in statuses), default=0)
     lines = [f"{'RUN':{width}}  {'STATE':8}  {'RESTARTS':>8}  {'SCORED':>6}  DETAIL"]
     order = list(State)
     for status in sorted(statuses, key=lambda status: order.index(status.state)):
