@@ -265,7 +265,7 @@ def print_subjects(by_subject: "SubjectSummary") -> None:
     table.loc["mean of subjects"] = by_subject["macro"]
     table = table.map("{:.4f}".format)
     table.insert(0, "questions", questions)
-    print(table.fillna("").rename_axis(columns="among the choices").to_string())
+    show(table.fillna("").rename_axis(columns="among the choices").to_string())
 
 
 # --- compare ---

@@ -1,6 +1,5 @@
 """From a sweep's file and overrides, or from its folder, to its runs and their folders."""
 
-import contextlib
 import itertools
 import os
 from dataclasses import dataclass
@@ -116,7 +115,10 @@ def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
     that were typed: a run is in the plan unless one of them is surely another.
     """
     _, sweep, folder, _ = _read_sweep(source, assignments)
-    combinations = list(_combinations(sweep.grid))
+    combinations = [
+        dict(zip(sweep.grid, combination, strict=True))
+        for combination in itertools.product(*sweep.grid.values())
+    ]
     runs_of: dict[int, list[Run]] = {}  # by the combination's position
     baselines = []
     for file in sorted(folder.glob("*/config.yaml")):
@@ -143,10 +145,7 @@ def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
 
 
 def _may_be_of(train: dict[str, Any], typed: dict[str, Any]) -> bool:
-    """Whether a run with these values in its config may be what was typed.
-
-    Options that were added later and have their default are in no config.
-    """
+    """Whether a run with these values in its config may be what was typed."""
     for key in train.keys() & typed.keys():
         values = [train[key], typed[key]]
         if any(isinstance(value, (dict, list)) for value in values):
