@@ -35,6 +35,7 @@ __all__ = [
     "finish",
     "json_lines",
     "open_to_write",
+    "parse_json",
     "printable",
     "read_text",
     "reading",
@@ -239,6 +240,14 @@ def read_text(path: str | Path) -> str:
         return file.read()
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; ValueError where it is none, or is nested without end."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
 def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("path, line number", object) of a JSON-lines file; blank lines are skipped.
 
@@ -250,12 +259,12 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             place = f"{path}, line {number}"
             try:
-                value = json.loads(line)
+                value = parse_json(line)
             except json.JSONDecodeError as error:
                 # Its own sentence counts lines within this line.
                 reason = f"{error.msg}, column {error.colno}"
                 raise InputError(f"{place}: not JSON ({reason})") from error
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise InputError(f"{place}: not JSON ({error})") from error
             if not isinstance(value, dict):
                 kind = type(value).__name__

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
-from calibeval.io import InputError, counted, json_lines, read_text, show, write_text
+from calibeval.io import InputError, counted, json_lines, parse_json, read_text, show, write_text
 from calibeval.validation import Unicode, checked
 
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
@@ -344,7 +344,7 @@ def meta(path: Path) -> dict[str, Any]:
     if not sidecar(path).is_file():
         return {}
     try:
-        about = dict(json.loads(read_text(sidecar(path))))
+        about = dict(parse_json(read_text(sidecar(path))))
     except (ValueError, TypeError) as error:
         raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
     settings = about.get("settings")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from calibeval import records
-from calibeval.io import InputError, open_to_write, regular_file, write_text
+from calibeval.io import InputError, open_to_write, parse_json, regular_file, write_text
 from calibeval.records import RawRecord, Record
 from calibeval.validation import checked
 
@@ -204,7 +204,7 @@ def _whole_records(file: Path) -> Iterator[tuple[Record, RawRecord]]:
         for line in lines:
             # A line that was cut short is no record; `InputError` is a ValueError.
             with suppress(ValueError, TypeError):
-                row = json.loads(line)
+                row = parse_json(line)
                 yield checked(Record, row, where=""), row
 
 

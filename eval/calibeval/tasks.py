@@ -325,7 +325,13 @@ class _Reader:
 
     def _file_name(self, split: str) -> str:
         variables = {"split": split, "subject": ANY_SUBJECT, "language": self.task.language}
-        return self._filled("data.files", self.task_file.data.files, variables)
+        name = self._filled("data.files", self.task_file.data.files, variables)
+        if task_files.leaves_folder(name):
+            raise InputError(
+                f"{self.task.task}: data.files: {name} lies outside the folder of the data: name "
+                "the folder that holds it by --data"
+            )
+        return name
 
     # --- Rows ---
 

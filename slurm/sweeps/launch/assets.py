@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import InputError, atomic_write, read_text
+from calibeval.io import InputError, atomic_write, parse_json, read_text
 from calibeval.request import Task
 from calibeval.tasks import HUB, load
 from sweeps.launch.hub_cache import hub_folder
@@ -105,7 +105,7 @@ def _has_file(folder: Path, pattern: str) -> bool:
 def _shards(index: Path) -> set[str]:
     """The names of the files over which a model's index says that its weights are spread."""
     try:
-        content = json.loads(read_text(index))
+        content = parse_json(read_text(index))
         return set(content.get("weight_map", {}).values())
     except (ValueError, AttributeError):  # it is no text, no JSON, or no such mapping
         # In the hub's cache the index is a link, and fetched anew once the file behind it is gone.

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -11,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from calibeval.io import InputError, regular_file
+from calibeval.io import InputError, parse_json, regular_file
 
 SILENT_SECONDS = 3  # seconds that a wait for a lock takes before a message tells the user of it
 # Errors that follow from another one: what torchrun and srun say of a program that has failed, and
@@ -104,8 +103,8 @@ def read_rows(path: Path, size: int | None = None) -> list[dict]:
     rows = []
     for line in _last_text(path, size).split("\n"):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = parse_json(line)
+        except ValueError:
             continue
         if isinstance(row, dict):
             rows.append(row)

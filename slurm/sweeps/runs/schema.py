@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from calibeval.io import read_text
+from calibeval.io import parse_json, read_text
 from calibeval.request import DEFAULT_COLUMNS, Natural, Positive, Request, Seq, Strict
 from calibeval.tasks import splits_of
 from sweeps.runs.yaml_io import SECRET_NAME, build, key_error, read_yaml
@@ -204,7 +204,7 @@ class World(Strict):
         file = getattr(self, key)
         if file is None:
             return None
-        content: dict = json.loads(read_text(Path(file)))
+        content: dict = parse_json(read_text(Path(file)))
         return content
 
 

@@ -35,6 +35,7 @@ WORDS = {
     "float": FLOAT,
 }
 
+MOST_KEYS = 100_000  # of a file; a few lines with aliases can stand for billions
 KEY_ERROR = "key"  # the type of pydantic's errors that `key_error` makes
 
 # A variable in a text, or two dollars, which stand for one.
@@ -85,6 +86,8 @@ def parse(text: str, source: str) -> tuple[Any, dict[str, str]]:
         for key, place in _places(node, source):
             if key in places:  # PyYAML would let the last of two values win
                 raise InputError(f"{place}: {key}: is given twice")
+            if len(places) > MOST_KEYS:
+                raise InputError(f"{source}: more than {MOST_KEYS:,} keys, by aliases of aliases")
             places[key] = place
         return loader.construct_document(node), places
     except yaml.MarkedYAMLError as error:
@@ -95,6 +98,8 @@ def parse(text: str, source: str) -> tuple[Any, dict[str, str]]:
         raise InputError(f"{place}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise InputError(f"{source}: not YAML: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"{source}: not YAML: nested too deep") from error
 
 
 def _places(node: yaml.Node, source: str, above: str = "") -> Iterator[tuple[str, str]]:
