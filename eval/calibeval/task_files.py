@@ -129,7 +129,7 @@ class Template:
             else:
                 self._evaluate = ENVIRONMENT.from_string(text).render
                 loops = (jinja2.nodes.For, jinja2.nodes.Macro)
-                self._may_loop = ENVIRONMENT.parse(text).find(loops) is not None
+                self._may_loop = any(ENVIRONMENT.parse(text).find_all(loops))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"not Jinja: {error}") from error
 

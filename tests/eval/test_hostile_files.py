@@ -45,7 +45,7 @@ def test_json_that_is_nested_without_end_is_no_json(tmp_path):
 
 @pytest.mark.parametrize("text", [ALIASES, f"a: {DEEP}"], ids=["aliases", "deep"])
 def test_yaml_without_end_is_refused_in_time(task_file, text):
-    with pytest.raises(InputError, match=r"sweep\.yaml: .*(aliases|nesting depth)"):
+    with pytest.raises(InputError, match=r"sweep\.yaml:.*(aliases|nesting depth)"):
         parse(text, "sweep.yaml")
     path = task_file(text)
     with pytest.raises(InputError, match=f"{path}: nested too deep, or by aliases"):
