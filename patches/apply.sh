@@ -53,7 +53,9 @@ without_blocks() {
 checkout= action=apply
 for argument; do
   case $argument in
-    --check | --reverse) action=${argument#--} ;;
+    --check | --reverse)
+      [ "$action" = apply ] || fail "one of --check and --reverse only; $usage"
+      action=${argument#--} ;;
     -h | --help) echo "$usage"; exit ;;
     -*) fail "unknown option $argument; $usage" ;;
     *) [ -z "$checkout" ] || fail "one checkout only; $usage"; checkout=$argument ;;
@@ -71,6 +73,10 @@ get="git clone $repository FOLDER && git -C FOLDER checkout $commit"
 [ -d "$checkout" ] || fail "$checkout is not a folder; to get a checkout: $get"
 target=$checkout/$file
 [ -f "$target" ] || fail "$checkout has no $file, so it is no open-instruct checkout; to get one: $get"
+! grep -q $'\r$' "$target" ||
+  fail "$file in $checkout ends its lines as on Windows (git's core.autocrlf), and the patches do not, so nothing was changed: sed -i 's/\\r\$//' $target"
+# A partial clone would fetch what it lacks, by a program that its own configuration may name.
+export GIT_NO_LAZY_FETCH=1 GIT_ALLOW_PROTOCOL=none
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 work=$(cd "$work" && pwd -P)
@@ -136,6 +142,10 @@ if ! git -c merge.conflictStyle=merge merge-file -p --quiet "$unpatched" "$befor
       shown++
       if (shown <= 40) print "  " $0
     }' "$merged")
+  if [ "$patched_already" = yes ] && ! grep -qv '^  \.\.\.$' <<< "$clash"; then
+    missing=$(diff "$before" "$after" | sed -n 's/^> //p' | grep -vxF -f "$target" || true)
+    fail "$file in $checkout lacks lines of these patches, so nothing was changed. Put them back, or take the file back (git -C $checkout checkout -- $file; save changes of your own first) and run this again. Missing:"$'\n'"$missing"
+  fi
   fail "$file in $checkout differs from that of ${commit:0:12} where the patches add lines, so nothing was changed. $runner Or move your changes off these lines, or patch a second checkout ($get) and carry them over. Your lines there:"$'\n'"$clash"
 fi
 [ "$patched_already" = no ] || cmp -s "$target" "$merged" ||
@@ -153,8 +163,8 @@ cp -p "$target" "$target.new"
 cat "$result" > "$target.new"
 mv "$target.new" "$target"
 [ "$action" = reverse ] && { echo "patches undone: $checkout"; exit; }
-install="smoothce smoothed-open-instruct"
+needs="the packages smoothce and smoothed-open-instruct, from where this script is from"
 project=$(dirname "$here")
-[ ! -d "$project/kernel" ] || install="$project/kernel $project/patches"
-echo "patched: $checkout (${#patches[@]} patches for ${commit:0:12}); its Python needs smoothce: pip install $install"
+[ ! -d "$project/kernel" ] || needs="smoothce: pip install $project/kernel $project/patches"
+echo "patched: $checkout (${#patches[@]} patches for ${commit:0:12}); its Python needs $needs"
 cmp -s "$target" "$after" || echo "its $file has other changes too, which were kept: look at \`git -C $checkout diff\`"

@@ -43,7 +43,7 @@ if [[ -z ${PYTHON:-} ]]; then
     [[ -x $project/.venv/bin/python ]] && PYTHON=$project/.venv/bin/python
     [[ -n $active && -x $active/bin/python ]] && PYTHON=$active/bin/python
 fi
-import='import pydantic, yaml, submitit'
+import='import sys; del sys.path[0]; import pydantic, yaml, submitit'
 serves() { "$1" -c "$import" 2>/dev/null; }
 serves "$PYTHON" || {
     mend="'make setup' in $project, or PYTHON=/path/to/python"
@@ -57,5 +57,6 @@ serves "$PYTHON" || {
     exit 2
 }
 export SWEEPS="bash $(printf %q "$project/slurm/sweeps.sh")" # as messages name it
-export PYTHONPATH=$project/kernel:$project/patches:$project/slurm:$project/eval${PYTHONPATH:+:$PYTHONPATH}
-exec "$PYTHON" -m sweeps "$command" ${config:+"$config"} "${arguments[@]+"${arguments[@]}"}"
+# With -m, Python would look for modules in the folder where this was typed before any other.
+export PYTHONPATH=$project/kernel:$project/patches:$project/slurm:$project/eval${PYTHONPATH:+:$PYTHONPATH}:$project
+exec "$PYTHON" "$project/slurm/sweeps/__main__.py" "$command" ${config:+"$config"} "${arguments[@]+"${arguments[@]}"}"

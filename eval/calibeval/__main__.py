@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 import calibeval
-from calibeval.io import CONTINUES, InputError, counted, finish
+from calibeval.io import CONTINUES, InputError, counted, finish, show
 from calibeval.request import DEFAULT_COLUMNS, Request, Task
 from calibeval.task_files import default_data, is_task_name
 from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_file
@@ -99,7 +99,7 @@ def add_cluster(grammar: argparse.ArgumentParser) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object on a line."""
-    print(json.dumps(value, default=lambda result: result.as_dict(), ensure_ascii=False))
+    show(json.dumps(value, default=lambda result: result.as_dict(), ensure_ascii=False))
 
 
 # --- score ---
@@ -246,10 +246,10 @@ def print_metrics(path: Path, summary: dict[str, Any]) -> None:
         asked = "letters, whose mass among all tokens is not known"
     else:
         asked = f"letter mass {summary['letter_mass']:.3f}"
-    print(f"{path}: {counted(summary['questions'], 'question')}, {asked}")
+    show(f"{path}: {counted(summary['questions'], 'question')}, {asked}")
     headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
     table = pd.DataFrame(summary["metrics"]).map(str)
-    print(table.rename(columns=headings).to_string())
+    show(table.rename(columns=headings).to_string())
     print(f"[low, high]: 95 % intervals {summary['intervals']}")
     if summary["cluster"] is not None:
         print("floor and p: of answers simulated question by question, without --cluster")
@@ -266,7 +266,7 @@ def print_subjects(by_subject: "SubjectSummary") -> None:
     table.loc["mean of subjects"] = by_subject["macro"]
     table = table.map("{:.4f}".format)
     table.insert(0, "questions", questions)
-    print(table.fillna("").rename_axis(columns="among the choices").to_string())
+    show(table.fillna("").rename_axis(columns="among the choices").to_string())
 
 
 # --- compare ---
@@ -306,8 +306,8 @@ def run_compare(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"a": str(arguments.a), "b": str(arguments.b), "comparison": comparisons})
         return
-    print(f"A {arguments.a}")
-    print(f"B {arguments.b}")
+    show(f"A {arguments.a}")
+    show(f"B {arguments.b}")
     print("Which is better calibrated as a whole: read nll and brier first.")
     for confidence, comparison_of_metric in comparisons.items():
         print_comparisons(confidence, comparison_of_metric)
@@ -339,7 +339,7 @@ def print_comparisons(confidence: str, comparison_of_metric: dict[str, Any]) -> 
     table = pd.DataFrame(comparison_of_metric).T.rename_axis(columns=confidence)
     table = table.map(cell, na_action="ignore").fillna("–")
     table["p"] = table["p"].replace("0.0000", "<0.0001")
-    print(table.to_string())
+    show(table.to_string())
 
 
 # --- check ---
@@ -390,9 +390,9 @@ def run_check(arguments: argparse.Namespace) -> None:
         print_json(found.as_dict())
         return
     for sentence in found.sentences:
-        print(sentence)
+        show(sentence)
     if arguments.figure is not None:
-        print(f"Drawn: {arguments.figure}")
+        show(f"Drawn: {arguments.figure}")
 
 
 def records_for_check(arguments: argparse.Namespace, model: str, name: str) -> Path:
@@ -431,7 +431,7 @@ def run_temperature(arguments: argparse.Namespace) -> None:
     """Fit a temperature to some records, and apply it to others."""
     fit = calibeval.temperature(arguments.validation, arguments.test, arguments.out)
     text = json.dumps(fit)
-    print(text if arguments.json else f"{arguments.out}: {text}")
+    show(text if arguments.json else f"{arguments.out}: {text}")
 
 
 # --- conformal ---
@@ -457,7 +457,7 @@ def run_conformal(arguments: argparse.Namespace) -> None:
         if arguments.json:
             print_json({"records": str(path), "alpha": alpha, "score": score, "sets": sets})
             continue
-        print(
+        show(
             f"{path}: {counted(len(scored), 'question')}, {score} sets at 1 − α = {1 - alpha:g}, "
             f"random halves calibrate: coverage {sets.coverage:.3f} ± {sets.coverage_sd:.3f}, "
             f"mean size {sets.size:.3f} ± {sets.size_sd:.3f}, {sets.questions} tested"
@@ -487,9 +487,9 @@ def run_collect(arguments: argparse.Namespace) -> None:
     results = index.read(arguments.index, arguments.cluster)
     tables = report.write(results, arguments.out, columns, arguments.title)
     if arguments.json:
-        print(report.tidy(results).to_json(orient="records", lines=True), end="")
+        show(report.tidy(results).to_json(orient="records", lines=True), end="")
     else:
-        print(tables, end="")
+        show(tables, end="")
 
 
 class Command(NamedTuple):

@@ -43,7 +43,7 @@ from typing_extensions import assert_never
 from calibeval import bins, kernel_smoothing, measures, squared_error
 from calibeval import records as record_files
 from calibeval.bins import Bins
-from calibeval.io import InputError, counted, read_text, sha256, write_text
+from calibeval.io import InputError, counted, parse_json, read_text, sha256, write_text
 from calibeval.measures import (
     COMPARED_BY_SQUARE,
     METRICS,
@@ -240,7 +240,7 @@ def _read_kept(kept: Path, key: list[str | None], path: Path) -> Evaluation | No
     if not kept.is_file():
         return None
     with suppress(InputError, ValueError, TypeError):  # another version's or a damaged file
-        known_key, digest, content = json.loads(read_text(kept))
+        known_key, digest, content = parse_json(read_text(kept))
         if known_key == key and _digest(content) == digest:
             return _from_json(content, path)
     return None

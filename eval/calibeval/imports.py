@@ -31,7 +31,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -44,7 +43,16 @@ from typing import Any
 import numpy as np
 
 from calibeval import records, task_files
-from calibeval.io import InputError, counted, json_lines, read_text, reading, sha256
+from calibeval.io import (
+    InputError,
+    counted,
+    json_lines,
+    parse_json,
+    read_text,
+    reading,
+    sha256,
+    show,
+)
 from calibeval.questions import LETTERS
 from calibeval.records import RawRecord
 from calibeval.task_files import Normaliser
@@ -268,10 +276,10 @@ def _write(file: Path, target: _Target) -> None:
         settings[records.TEMPLATE_IS_KNOWN] = False
     settings.update(target.left_out)
     if target.left_out:
-        print(
+        show(
             f"warning: {file}: {_described_as_left_out(target.left_out)} left out, "
             f"{len(rows)} kept: every metric is of those that are kept",
-            file=sys.stderr,
+            to_stderr=True,
         )
     about = {
         "settings": settings,
@@ -283,7 +291,7 @@ def _write(file: Path, target: _Target) -> None:
     normalise = first.get("normalise", "sum")
     records.warn_of_ties(file, target.tied, len(rows))
     questions = counted(len(rows), "question")
-    print(f"{file}: {questions}, {scoring} by {normalise}", file=sys.stderr)
+    show(f"{file}: {questions}, {scoring} by {normalise}", to_stderr=True)
 
 
 # --- lm-evaluation-harness ---
@@ -335,7 +343,7 @@ def _lm_eval_results(file: Path, task: str) -> _Results:
     results: dict[str, Any] = {}
     try:
         if file.is_file():
-            results = json.loads(read_text(file))
+            results = parse_json(read_text(file))
         shared: RawRecord = {
             "shots": results.get("n-shot", {}).get(task),
             "versions": {
@@ -395,7 +403,7 @@ def _placed_samples(path: Path) -> Iterator[tuple[str, RawRecord]]:
         yield from json_lines(path)
         return
     try:
-        samples = json.loads(read_text(path))
+        samples = parse_json(read_text(path))
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error})") from error
     for number, sample in enumerate(samples, start=1):
@@ -616,7 +624,7 @@ def read_inspect(path: Path) -> Log:
     if path.suffix == ".eval":
         raise InputError(f"{path}: an archive, not a log that can be read; {remedy}")
     try:
-        log = json.loads(read_text(path))
+        log = parse_json(read_text(path))
         status = log.get("status")
     except (ValueError, AttributeError) as error:
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error

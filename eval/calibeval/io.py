@@ -1,20 +1,26 @@
 """Reading and writing files, and how a command ends.
 
 The modules of this package, and other packages too, read text and write through these functions.
-Only an unfinished record file (`store`), which may be cut short, is read otherwise. They keep three
+Only an unfinished record file (`store`), which may be cut short, is read otherwise. They keep four
 promises:
 
 - Whatever the user can mend raises `InputError`, whose message is one line that names the file,
   the place in it, what was found there and what to do. `finish` prints it for a command.
 - A file is written whole or not at all (`atomic_write`, `write_text`, `write_rows`).
+- What another user has put into a shared folder is neither waited for nor written through
+  (`regular_file`).
 - Text is UTF-8, and JSON lines are read with the place of each (`read_text`, `reading`,
   `json_lines`).
 """
 
+import errno
 import hashlib
 import io
 import json
 import os
+import re
+import secrets
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -29,9 +35,13 @@ __all__ = [
     "finish",
     "json_lines",
     "open_to_write",
+    "parse_json",
+    "printable",
     "read_text",
     "reading",
+    "regular_file",
     "sha256",
+    "show",
     "write_rows",
     "write_text",
 ]
@@ -42,6 +52,7 @@ BAD_INPUT = 2  # exit status of a command whose input cannot be used
 INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C has ended
 STDOUT = 1  # file descriptor
 HASH_BUFFER = 1 << 20  # bytes
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class InputError(ValueError):
@@ -60,7 +71,7 @@ def finish(work: Callable[[], int | None], if_stopped: str = "stopped") -> int:
         status = work()
         sys.stdout.flush()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        show(f"error: {error}", to_stderr=True)
         return BAD_INPUT
     except BrokenPipeError:
         # The reader of `… | head` has read enough. The interpreter flushes stdout once more when
@@ -70,7 +81,7 @@ def finish(work: Callable[[], int | None], if_stopped: str = "stopped") -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        show(f"error: {error.filename}: {error.strerror}", to_stderr=True)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(if_stopped, file=sys.stderr)
@@ -95,11 +106,12 @@ def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "w") -> Iterator[I
     else goes wrong in the block passes through.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with _told_as_unwritten(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with open_to_write(temporary, mode, told_as=path) as file:
+        creating: Literal["x", "xb"] = "x" if mode == "w" else "xb"
+        with open_to_write(temporary, creating, told_as=path) as file:
             yield file
             file.flush()
             with _told_as_unwritten(path):
@@ -112,16 +124,18 @@ def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "w") -> Iterator[I
 
 
 def open_to_write(
-    path: Path, mode: Literal["w", "wb", "a"], told_as: Path | None = None
+    path: Path, mode: Literal["x", "xb", "a"], told_as: Path | None = None
 ) -> IO[Any]:
     """Open a file as `open` does; where it cannot be written, `InputError` says so.
+
+    A link is not followed: in a folder of several users it may lead to any file of this one's.
 
     `told_as` is the file that the message names instead, such as the one that a temporary file is
     to become. The error rises from the very write that fails. A handler around the whole of a
     block that writes would tell a lost connection in it as a full disk.
     """
     buffered = io.BufferedWriter(_RawFile(path, mode.removesuffix("b"), told_as or path))
-    if mode == "wb":
+    if mode == "xb":
         return buffered
     return io.TextIOWrapper(buffered, encoding="utf-8")
 
@@ -132,7 +146,7 @@ class _RawFile(io.FileIO):
     def __init__(self, path: Path, mode: str, told_as: Path):
         self.told_as = told_as
         with _told_as_unwritten(told_as):
-            super().__init__(path, mode)
+            super().__init__(path, mode, opener=regular_file)
 
     def write(self, data: Any) -> int:
         """Write some of the bytes, and say how many."""
@@ -143,6 +157,32 @@ class _RawFile(io.FileIO):
         """Close the file; some file systems tell only now that a write has failed."""
         with _told_as_unwritten(self.told_as):
             super().close()
+
+
+def regular_file(path: str | Path, flags: int) -> int:
+    """Open a regular file, as the `opener` of `open` does; returns its descriptor.
+
+    Anything else that a shared folder may hold raises OSError: a pipe, which a reader would wait
+    for, a device, and, where the file is written, a link, which may lead to any file of this
+    user's. What the user names below /dev, such as /dev/stdin, is opened as it is.
+    """
+    if os.fspath(path).startswith(("/dev/", "/proc/")):
+        return os.open(path, flags)
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        if os.path.islink(path):
+            target = os.readlink(path)
+            reason = f"a link to {target}, which would be written: delete the link"
+            raise OSError(errno.ELOOP, reason, os.fspath(path))
+        flags |= os.O_NOFOLLOW
+    handle = os.open(path, flags | os.O_NONBLOCK, mode=0o666)
+    kind = os.fstat(handle).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(handle)
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        reason = "a pipe or a device, which would be waited for: delete it"
+        raise OSError(errno.ENXIO, reason, os.fspath(path))
+    return handle
 
 
 @contextmanager
@@ -170,7 +210,7 @@ def sha256(path: str | Path) -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(HASH_BUFFER))
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=regular_file) as file:
             while True:
                 count = file.readinto(buffer)
                 if not count:
@@ -185,7 +225,7 @@ def sha256(path: str | Path) -> str:
 def reading(path: str | Path) -> Iterator[IO[str]]:
     """Open a UTF-8 file, newlines untouched; unreadable files raise `InputError`."""
     try:
-        with open(path, encoding="utf-8-sig", newline="\n") as file:
+        with open(path, encoding="utf-8-sig", newline="\n", opener=regular_file) as file:
             yield file
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
@@ -200,6 +240,14 @@ def read_text(path: str | Path) -> str:
         return file.read()
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; ValueError where it is none, or is nested without end."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
 def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("path, line number", object) of a JSON-lines file; blank lines are skipped.
 
@@ -211,17 +259,31 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             place = f"{path}, line {number}"
             try:
-                value = json.loads(line)
+                value = parse_json(line)
             except json.JSONDecodeError as error:
                 # Its own sentence counts lines within this line.
                 reason = f"{error.msg}, column {error.colno}"
                 raise InputError(f"{place}: not JSON ({reason})") from error
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise InputError(f"{place}: not JSON ({error})") from error
             if not isinstance(value, dict):
                 kind = type(value).__name__
                 raise InputError(f"{place}: expected a JSON object, found {kind}")
             yield place, value
+
+
+def printable(text: str) -> str:
+    r"""A text without control characters other than line breaks and tabs.
+
+    A terminal obeys them: a name in somebody's file could clear the screen, or write a line that no
+    program has said. They are written as JSON writes them, \u001b.
+    """
+    return CONTROL_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def show(text: str, *, to_stderr: bool = False, end: str = "\n") -> None:
+    """Print what may have come from a file, see `printable`."""
+    print(printable(text), end=end, file=sys.stderr if to_stderr else sys.stdout, flush=to_stderr)
 
 
 def counted(number: int, noun: str) -> str:

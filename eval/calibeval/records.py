@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
-from calibeval.io import InputError, counted, json_lines, read_text, write_text
+from calibeval.io import InputError, counted, json_lines, parse_json, read_text, show, write_text
 from calibeval.validation import Unicode, checked
 
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
@@ -134,10 +134,10 @@ class Records:
 def warn_of_ties(path: Path, tied: int, questions: int) -> None:
     """Print how many questions are tied, if any is: the order of the choices decides these."""
     if tied:
-        print(
+        show(
             f"warning: {path}: {tied} of {counted(questions, 'question')} have several likeliest "
             "choices, of which the first counts as the answer",
-            file=sys.stderr,
+            to_stderr=True,
         )
 
 
@@ -198,10 +198,10 @@ def common(path_a: Path, path_b: Path, normalise: str | None = None) -> tuple[Re
             f"{path_a} and {path_b}: no question in common, by id and right answer; expected "
             "records of one data set"
         )
-    print(
+    show(
         f"{path_a} and {path_b}: {counted(len(ids), 'question')} of {len(whole_a)} and "
         f"{len(whole_b)} are common; the others are left out",
-        file=sys.stderr,
+        to_stderr=True,
     )
     return _part(whole_a, ids, normalise), _part(whole_b, ids, normalise)
 
@@ -344,7 +344,7 @@ def meta(path: Path) -> dict[str, Any]:
     if not sidecar(path).is_file():
         return {}
     try:
-        about = dict(json.loads(read_text(sidecar(path))))
+        about = dict(parse_json(read_text(sidecar(path))))
     except (ValueError, TypeError) as error:
         raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
     settings = about.get("settings")

@@ -191,6 +191,11 @@ def csv_text(value: Scalar) -> Scalar:
     return value
 
 
+def csv_table(frame: pd.DataFrame) -> str:
+    """Return a table for spreadsheets, see `csv_text`."""
+    return frame.map(csv_text).rename(columns=csv_text).to_csv(index=False)
+
+
 def main_table(results: Results, chosen: Sequence[Column]) -> Table:
     """Return every row's estimates; † marks an ECE that is consistent with calibration."""
     lines = []
@@ -517,8 +522,7 @@ def write(
     for name, table in tables.items():
         write_text(out / f"{name}.md", table.markdown())
         write_text(out / f"{name}.tex", table.latex())
-    table_of_cells = tidy(results).map(csv_text).rename(columns=csv_text)
-    write_text(out / "table.csv", table_of_cells.to_csv(index=False))
+    write_text(out / "table.csv", csv_table(tidy(results)))
     drawn = [(caption, _data_uri(path)) for path, caption in figures.draw(results, out)]
     write_page(title, [note], out / "report.html", sections, tables=tables, figures=drawn)
     return "\n".join(table.markdown() for table in tables.values())

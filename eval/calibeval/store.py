@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from calibeval import records
-from calibeval.io import InputError, open_to_write, write_text
+from calibeval.io import InputError, open_to_write, parse_json, regular_file, write_text
 from calibeval.records import RawRecord, Record
 from calibeval.validation import checked
 
@@ -200,11 +200,11 @@ def earlier_settings(file: Path) -> dict[str, Any]:
 
 def _whole_records(file: Path) -> Iterator[tuple[Record, RawRecord]]:
     """The records of a file that may have been cut short while it was written."""
-    with open(file, encoding="utf-8", errors="replace", newline="\n") as lines:
+    with open(file, encoding="utf-8", errors="replace", newline="\n", opener=regular_file) as lines:
         for line in lines:
             # A line that was cut short is no record; `InputError` is a ValueError.
             with suppress(ValueError, TypeError):
-                row = json.loads(line)
+                row = parse_json(line)
                 yield checked(Record, row, where=""), row
 
 

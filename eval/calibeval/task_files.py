@@ -8,15 +8,22 @@ list, a number. Other texts give text: "Question: {{ goal }}\\nAnswer:". In `row
 row is a variable, and `row` is the row as a whole, for columns such as `row['Best Answer']`.
 """
 
+import itertools
+import os
 import re
+import signal
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 import jinja2
 import jinja2.meta
+import jinja2.nodes
 import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BeforeValidator, Field, model_validator
@@ -53,6 +60,7 @@ def _environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
+    del environment.globals["lipsum"]  # which makes texts of any length
     environment.filters["int"] = int  # Jinja's own makes 0 of what is no number
     environment.filters["clean_markers"] = clean_markers
     environment.filters["clean_markers_as_lm_eval"] = clean_markers_as_lm_eval
@@ -60,6 +68,8 @@ def _environment() -> jinja2.Environment:
 
 
 ENVIRONMENT = _environment()
+FILLING_SECONDS = 5  # that a template with a loop may take for one row
+MOST_VALUES = 100_000  # in a task file
 
 # What filling a template raises: Jinja's own errors, and those of the expressions in it.
 FILLING_ERRORS = (
@@ -84,11 +94,31 @@ class UnknownColumn(ValueError):
         self.column = column
 
 
+@contextmanager
+def _time_limit(seconds: int | None) -> Iterator[None]:
+    """Raise ValueError after so many seconds, in the main thread; None is no limit."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise ValueError(f"takes more than {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
 class Template:
     """A text with Jinja, whose value depends on variables."""
 
     def __init__(self, text: str):
         self.text = text
+        self._may_loop = False
         self._evaluate: Callable[..., Any]
         expression = EXPRESSION.fullmatch(text)
         try:
@@ -98,6 +128,8 @@ class Template:
                 )
             else:
                 self._evaluate = ENVIRONMENT.from_string(text).render
+                loops = (jinja2.nodes.For, jinja2.nodes.Macro)
+                self._may_loop = any(ENVIRONMENT.parse(text).find_all(loops))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"not Jinja: {error}") from error
 
@@ -109,7 +141,8 @@ class Template:
         through.
         """
         try:
-            value = self._evaluate(variables)
+            with _time_limit(FILLING_SECONDS if self._may_loop else None):
+                value = self._evaluate(variables)
             if isinstance(value, jinja2.Undefined):
                 str(value)  # raises, and names the variable
         except jinja2.UndefinedError as error:
@@ -344,6 +377,7 @@ def _read_builtin(name: str) -> TaskFile:
 def _read_file(path: Path) -> TaskFile:
     try:
         values = yaml.safe_load(read_text(path))
+        _refuse_endless(values)
     except yaml.MarkedYAMLError as error:
         place = (
             path if error.problem_mark is None else f"{path}, line {error.problem_mark.line + 1}"
@@ -351,14 +385,42 @@ def _read_file(path: Path) -> TaskFile:
         raise InputError(f"{place}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:  # characters that YAML does not allow
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise InputError(f"{path}: nested too deep, or by aliases of aliases") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected the keys of a task, such as data, row and scoring")
     return checked(TaskFile, values, str(path))
+
+
+def _refuse_endless(value: Any) -> None:
+    """Raise RecursionError for values that a few lines with aliases have made into billions."""
+    values = [value]
+    for count in itertools.count():
+        if not values:
+            return
+        if count > MOST_VALUES:
+            raise RecursionError
+        value = values.pop()
+        if isinstance(value, dict):
+            values.extend(value.values())
+        elif isinstance(value, list):
+            values.extend(value)
+
+
+def leaves_folder(path: str) -> bool:
+    """Whether a path below a folder leads out of it: a task file may be anybody's."""
+    return os.path.isabs(path) or os.path.normpath(path).split(os.sep)[0] == os.pardir
 
 
 def default_data(task: str) -> str | None:
     """Where a task's file says that its data are: `hub:NAME`, a path, or None."""
     source = read(task).data
     if source.path is not None:
-        return str(Path(task).parent / source.path)
+        path = Path(task).parent / source.path
+        if leaves_folder(source.path):
+            raise InputError(
+                f"{task}: data.path: {source.path} lies outside the task file's folder and would "
+                f"be read: if you mean it, --data {path}"
+            )
+        return str(path)
     return f"hub:{source.hub}" if source.hub is not None else None

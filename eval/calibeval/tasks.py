@@ -325,7 +325,13 @@ class _Reader:
 
     def _file_name(self, split: str) -> str:
         variables = {"split": split, "subject": ANY_SUBJECT, "language": self.task.language}
-        return self._filled("data.files", self.task_file.data.files, variables)
+        name = self._filled("data.files", self.task_file.data.files, variables)
+        if task_files.leaves_folder(name):
+            raise InputError(
+                f"{self.task.task}: data.files: {name} lies outside the folder of the data: name "
+                "the folder that holds it by --data"
+            )
+        return name
 
     # --- Rows ---
 
@@ -347,7 +353,9 @@ class _Reader:
         try:
             from datasets import load_dataset
 
-            rows = load_dataset(data.removeprefix(HUB), config, split=hub_split)
+            rows = load_dataset(
+                data.removeprefix(HUB), config, split=hub_split, trust_remote_code=False
+            )
         except (ImportError, OSError, ValueError, KeyError) as error:
             if data.startswith(HUB):
                 raise InputError(f"{data}: cannot be loaded from the hub: {error}") from error

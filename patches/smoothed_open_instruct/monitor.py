@@ -121,5 +121,11 @@ class Monitor:
             # `python -m sweeps` reads them under these names.
             row["loss"] = row["train_loss"]
             row["tokens_per_second"] = row["tokens_per_s"]
-            with open(os.environ[STATISTICS_FILE], "a", encoding="utf-8") as file:
+            file_name = os.environ[STATISTICS_FILE]
+            with open(file_name, "a", encoding="utf-8", opener=_open_no_link) as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file to write it; in a shared folder a link may lead to any file of this user's."""
+    return os.open(path, flags | os.O_NOFOLLOW, mode=0o666)

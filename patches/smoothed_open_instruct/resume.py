@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -311,8 +312,8 @@ def _flush_one(path: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file that a kill leaves either whole or as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with open(temporary, "x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

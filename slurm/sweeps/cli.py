@@ -179,18 +179,35 @@ def _plan(parsed: argparse.Namespace) -> "SweepPlan":
     return plan_sweep(parsed.sweep, parsed.overrides)
 
 
+def _plan_to_try(parsed: argparse.Namespace) -> "SweepPlan":
+    """The sweep of a dry run, which imports no backend that only a folder names."""
+    from calibeval.io import InputError
+    from sweeps.runs.backend_modules import built_in_backends
+    from sweeps.runs.grid import plan_to_look_at
+
+    plan = plan_to_look_at(parsed.sweep, parsed.overrides)
+    backend = plan.sweep.backend
+    if parsed.sweep.is_dir() and backend not in built_in_backends():
+        raise InputError(
+            f"{parsed.sweep}: backend: {backend!r} would be imported, which --dry-run of a folder "
+            "does not: type the sweep's file"
+        )
+    return plan
+
+
 def _plan_to_look_at(parsed: argparse.Namespace) -> "SweepPlan":
     """The sweep that was typed, or what its folder holds where its backend cannot be imported."""
+    from calibeval.io import show
     from sweeps.runs.backend_modules import NoBackend
-    from sweeps.runs.grid import plan_from_folder
+    from sweeps.runs.grid import plan_from_folder, plan_to_look_at
 
     try:
-        return _plan(parsed)
+        return plan_to_look_at(parsed.sweep, parsed.overrides)
     except NoBackend as error:
         plan = plan_from_folder(parsed.sweep, parsed.overrides)
         if not plan.runs:
             raise
-        print(f"warning: {error}; this is what its folder holds", file=sys.stderr)
+        show(f"warning: {error}; this is what its folder holds", to_stderr=True)
         return plan
 
 
@@ -198,7 +215,7 @@ def _launch(parsed: argparse.Namespace) -> int:
     from calibeval.io import InputError
     from sweeps.launch import preflight
 
-    plan = _plan(parsed)
+    plan = _plan_to_try(parsed) if parsed.dry_run else _plan(parsed)
     executor = parsed.executor
     if executor == "auto":
         executor = "slurm" if shutil.which("sbatch") else "local"
@@ -207,7 +224,7 @@ def _launch(parsed: argparse.Namespace) -> int:
     note = plan.joined_sweep()
     if note:
         print(note, file=sys.stderr)
-    problems = preflight.problems(plan, executor)
+    problems = preflight.problems(plan, executor, runs_programs=not parsed.dry_run)
     if parsed.dry_run:
         _dry_run(plan, problems)
         # The executor as it was typed: without Slurm, `auto` shows what a cluster would get.
@@ -226,11 +243,12 @@ def _launch(parsed: argparse.Namespace) -> int:
 
 def _dry_run(plan: "SweepPlan", problems: list[str]) -> None:
     """Print every run's state, and what a launch would refuse."""
+    from calibeval.io import show
     from sweeps.results import status
 
-    print(status.table(plan))
+    show(status.table(plan))
     for problem in problems:
-        print(f"a launch would refuse: {problem}")
+        show(f"a launch would refuse: {problem}")
     if not problems:
         print("a launch would refuse nothing")
 
@@ -248,6 +266,7 @@ def _planned_jobs(plan: "SweepPlan", scripts: bool) -> None:
 
 
 def _launch_on_slurm(plan: "SweepPlan") -> int:
+    from calibeval.io import show
     from sweeps.launch import slurm
     from sweeps.runs.processes import cli_command
 
@@ -258,7 +277,7 @@ def _launch_on_slurm(plan: "SweepPlan") -> int:
     if not submission.jobs and not problems:
         print(f"{submission.describe_present(plan)}, nothing to add")
     for line in [*problems, *submission.notes(plan)]:
-        print(line, file=sys.stderr)
+        show(line, to_stderr=True)
     print(f"watch: {cli_command('status', plan.folder)}")
     return 1 if problems else 0
 
@@ -276,20 +295,21 @@ def _launch_here(plan: "SweepPlan") -> int:
 
 
 def _status(parsed: argparse.Namespace) -> None:
+    from calibeval.io import show
     from sweeps.results import status
 
     plan = _plan_to_look_at(parsed)
     text, goes_on = status.table_of_now(plan)
     clear = CLEAR_SCREEN if parsed.follow and sys.stdout.isatty() else ""
     while parsed.follow and goes_on:
-        print(f"{clear}{text}", flush=True)
+        show(f"{clear}{text}")
         time.sleep(FOLLOW_PAUSE)
         text, goes_on = status.table_of_now(plan)
-    print(f"{clear}{text}")
+    show(f"{clear}{text}")
 
 
 def _logs(parsed: argparse.Namespace) -> None:
-    from calibeval.io import InputError
+    from calibeval.io import InputError, show
     from sweeps.results import status
 
     plan = _plan_to_look_at(parsed)
@@ -297,7 +317,7 @@ def _logs(parsed: argparse.Namespace) -> None:
     if len(runs) != 1:
         names = "".join(f"\n       {run.path.absolute()}" for run in runs)
         raise InputError(f"{parsed.sweep}: {len(runs)} runs; type the folder of one:{names}")
-    print(status.logs(plan.folder, runs[0]))
+    show(status.logs(plan.folder, runs[0]))
 
 
 def _cancel(parsed: argparse.Namespace) -> None:
@@ -327,15 +347,17 @@ def _collect(parsed: argparse.Namespace) -> int:
 
 
 def _prefetch(parsed: argparse.Namespace) -> int:
+    from calibeval.io import show
     from sweeps.launch import assets
     from sweeps.launch.hub_cache import use_cache
     from sweeps.runs.schema import load_cluster
 
     plan = _plan(parsed)
+    assets.refuse_foreign_places(plan)
     use_cache(load_cluster(plan.sweep.cluster))
     problems = assets.fetch(assets.assets(plan))
     for problem in problems:
-        print(f"failed: {problem}", file=sys.stderr)
+        show(f"failed: {problem}", to_stderr=True)
     return 1 if problems else 0
 
 

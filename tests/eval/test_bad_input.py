@@ -225,7 +225,7 @@ HUGE_NUMBER = "-" + "9" * 5000
         (second_record(**TEXTS, bytes=[3, 4]), "line 2: scoring 'continuation' after 'letters'"),
         (json.dumps({"id": "b"}), "line 2: no 'subject'; found id"),
         (second_record(model="other"), "line 2: model 'other' after '?'; expected"),
-        ("[" * 100_000, "line 2: not JSON (maximum recursion depth"),
+        ("[" * 100_000, "line 2: not JSON (nested too deep"),
     ],
 )
 def test_malformed_records(tmp_path, refused, second, expected):

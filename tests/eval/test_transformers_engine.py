@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import transformers
 from made_records import log_probability, scored
 
 from calibeval import prompts, scoring, tasks
-from calibeval.engines import prompt_limit
+from calibeval.engines import load_config, load_tokenizer, prompt_limit
+from calibeval.engines.hf_model import load_model
+from calibeval.io import InputError
 from calibeval.request import Task
 
 
@@ -85,3 +88,28 @@ def test_prompt_limit_of_configs_with_parts():
     assert prompt_limit(transformers.Qwen2VLConfig(text_config=small)) == 511
     assert prompt_limit(transformers.GPT2Config(n_positions=300)) == 299
     assert prompt_limit(transformers.BloomConfig()) is None
+
+
+@pytest.mark.parametrize(
+    "part",
+    [load_config, load_tokenizer, lambda model: load_model(model, "auto", None)],
+    ids=["config", "tokenizer", "model"],
+)
+def test_a_models_own_code_is_not_run_whatever_is_typed(tiny_model, tmp_path, monkeypatch, part):
+    """transformers asks "[y/N]", and ran it where a pipe held a y."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    own_classes = {
+        "config.json": {"AutoConfig": "planted.Config", "AutoModelForCausalLM": "planted.Model"},
+        "tokenizer_config.json": {"AutoTokenizer": ["planted.Tokenizer", None]},
+    }
+    for name, auto_map in own_classes.items():
+        content = json.loads((folder / name).read_text())
+        content |= {"auto_map": auto_map, "tokenizer_class": "Planted", "model_type": "planted"}
+        (folder / name).write_text(json.dumps(content))
+    mark = tmp_path / "ran"
+    (folder / "planted.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(InputError, match=f"{folder}: brings code of its own"):
+        part(str(folder))
+    assert not mark.exists()

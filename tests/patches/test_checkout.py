@@ -139,3 +139,16 @@ def test_an_archive_will_do(checkout):
         file.write("# mine\n")
     done = apply(checkout, "--reverse")
     assert done.returncode == 2 and "cannot be merged" in done.stderr
+
+
+@pytest.mark.parametrize("option", [(), ("--check",), ("--reverse",)])
+def test_a_patched_line_that_was_deleted_is_shown(checkout, option):
+    """`Your lines there:` was followed by nothing."""
+    apply(checkout)
+    lines = (checkout / FILE).read_text().splitlines(keepends=True)
+    deleted = next(line for line in lines if line.startswith("maybe_use_ai2_wandb_entity = ours."))
+    lines.remove(deleted)
+    (checkout / FILE).write_text("".join(lines))
+    done = apply(checkout, *option)
+    assert done.returncode == 2 and done.stderr.endswith(f"Missing:\n{deleted}")
+    assert (checkout / FILE).read_text() == "".join(lines)

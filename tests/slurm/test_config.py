@@ -236,7 +236,18 @@ def test_what_a_profile_has_wrong_is_named(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
-    "line", ["export HF_TOKEN=hf_5ecret", "WANDB_API_KEY='5ecret'", "A=b MY_PASSWORD=5ecret true"]
+    "line",
+    [
+        "export HF_TOKEN=hf_5ecret",
+        "WANDB_API_KEY='5ecret'",
+        "A=b MY_PASSWORD=5ecret true",
+        "export AWS_SECRET_ACCESS_KEY=5ecret",
+        "wandb login 5ecret",
+        "wandb login --relogin 5ecret",
+        "hf auth login --token 5ecret",
+        "huggingface-cli login --token='5ecret'",
+        "git clone https://ann:5ecret@example.org/data",
+    ],
 )
 def test_a_token_in_a_set_up_line_is_refused_and_not_repeated(tmp_path, line):
     """Each job's script holds these lines, and others can read it."""
@@ -246,8 +257,29 @@ def test_a_token_in_a_set_up_line_is_refused_and_not_repeated(tmp_path, line):
     assert "setup.1: " in words and "5ecret" not in words
 
 
+def test_a_token_in_a_profiles_python_is_refused(tmp_path):
+    file = tmp_path / "mine.yaml"
+    words = profile_refusal(file, "python: apptainer exec --env HF_TOKEN=hf_5ecret x python")
+    assert words.startswith(f"{file}:1: python: ") and "5ecret" not in words
+
+
+@pytest.mark.parametrize("name", ["ALL", "NONE", "HF_TOKEN=hf_x", "A,B"])
+def test_a_profile_hands_on_variables_by_their_names_alone(tmp_path, name):
+    """With ALL jobs saw every variable of the shell."""
+    file = tmp_path / "mine.yaml"
+    words = profile_refusal(file, yaml.safe_dump({"pass_environment": [name]}))
+    assert words.startswith(f"{file}:2: pass_environment.0: ") and "hf_x" not in words
+
+
 @pytest.mark.parametrize(
-    "line", ["export HF_TOKEN=$(cat ~/.token)", 'export HF_TOKEN="$MINE"', "TOKENIZERS_THREADS=4"]
+    "line",
+    [
+        "export HF_TOKEN=$(cat ~/.token)",
+        'export HF_TOKEN="$MINE"',
+        "TOKENIZERS_THREADS=4",
+        'wandb login "$KEY"',
+        "hf auth login --token $HF_TOKEN",
+    ],
 )
 def test_a_set_up_line_that_reads_a_token_is_taken(tmp_path, line):
     file = tmp_path / "mine.yaml"

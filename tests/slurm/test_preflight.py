@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import yaml
 from sweep_tools import PROJECT, command, launch, prepare
 
 from calibeval import records
@@ -86,6 +87,39 @@ def test_a_secrets_file_that_is_its_users_alone_passes(toy_file, profile, tmp_pa
     file.write_text("HF_TOKEN=hf_x\n")
     file.chmod(mode)
     assert problems(toy_file(cluster=profile(secrets_file=str(file)))) == ""
+
+
+@pytest.mark.parametrize("line", ["HF_TOKEN= hf_x", "HF_TOKEN hf_x", "A=$(cat hf_x)", "A=b # c"])
+def test_a_line_of_a_secrets_file_that_is_no_value_is_named(toy_file, profile, tmp_path, line):
+    """The job's shell ran what stood behind the space, and said so in the log."""
+    file = tmp_path / "secrets.env"
+    file.write_text(f"# mine\nexport GOOD='a value'\n{line}\n")
+    file.chmod(0o600)
+    printed = problems(toy_file(cluster=profile(secrets_file=str(file))))
+    assert f"secrets_file: {file}, line 3: write NAME=value" in printed and "hf_x" not in printed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+def test_another_users_secrets_file_is_refused(toy_file, profile, tmp_path):
+    file = tmp_path / "secrets.env"
+    file.write_text("HF_TOKEN=hf_x\n")
+    file.chmod(0o600)
+    os.chown(file, 12345, -1)
+    printed = problems(toy_file(cluster=profile(secrets_file=str(file))))
+    assert f"secrets_file: {file}: is another user's" in printed
+
+
+def test_a_secrets_file_in_a_folder_open_to_all_is_refused(toy_file, profile, tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    file = folder / "secrets.env"
+    file.write_text("HF_TOKEN=hf_x\n")
+    file.chmod(0o600)
+    path = toy_file(cluster=profile(secrets_file=str(file)))
+    assert f"secrets_file: {file}: others can replace it: chmod o-w {folder}" in problems(path)
+    folder.chmod(0o1777)  # as /tmp has it, where nobody can replace others' files
+    assert problems(path) == ""
 
 
 def test_a_python_that_set_up_lines_make_need_not_be_there(toy_file, profile):
@@ -524,10 +558,10 @@ def test_a_damaged_index_of_a_folder_is_named(toy_file, tmp_path):
 
 @pytest.fixture
 def archived(toy_file, tiny, tmp_path) -> Path:
-    """A sweep whose questions are in an archive that prefetch unpacks to got/mmlu."""
+    """A sweep whose questions are in an archive that prefetch unpacks to out/mmlu."""
     with tarfile.open(tmp_path / "data.tar", "w") as archive:
         archive.add(tiny / "mmlu", "data")
-    target = tmp_path / "got" / "mmlu"
+    target = tmp_path / "out" / "mmlu"
     source = {"url": f"file://{tmp_path}/data.tar", "to": str(target), "strip": 1}
     return toy_file(
         grid={},
@@ -536,17 +570,15 @@ def archived(toy_file, tiny, tmp_path) -> Path:
     )
 
 
-def test_prefetch_fetches_once(archived, tmp_path):
-    done = subprocess.run(
-        ["bash", PROJECT / "slurm" / "sweeps.sh", "prefetch", archived],
-        text=True,
-        capture_output=True,
-        check=False,
-        env={**os.environ, "PYTHON": sys.executable},
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "got" / "mmlu" / "test" / "moons_test.csv").exists()
-    assert command("prefetch", archived).stdout.count("here: ") == 1
+def fetched(path: Path, *overrides: str) -> list[str]:
+    """What fails of a sweep's downloads; from a folder, which `prefetch` itself refuses."""
+    return assets.fetch(assets.assets(plan_sweep(path, list(overrides))))
+
+
+def test_prefetch_fetches_once(archived, tmp_path, capsys):
+    assert fetched(archived) == []
+    assert (tmp_path / "out" / "mmlu" / "test" / "moons_test.csv").exists()
+    assert fetched(archived) == [] and capsys.readouterr().out.count("here: ") == 1
 
 
 def test_strip_leaves_the_first_folder_out_of_every_name(archived, tiny, tmp_path):
@@ -555,22 +587,55 @@ def test_strip_leaves_the_first_folder_out_of_every_name(archived, tiny, tmp_pat
         archive.add(tiny / "mmlu" / "test", "tests/test")
         archive.add(tiny / "mmlu" / "dev", "others/dev")
         archive.add(tiny / "chat.jsonl", "README")
-    done = command("prefetch", archived)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "got" / "mmlu").iterdir()) == ["dev", "test"]
+    assert fetched(archived) == []
+    assert sorted(path.name for path in (tmp_path / "out" / "mmlu").iterdir()) == ["dev", "test"]
 
 
 def test_strip_that_leaves_nothing_is_named(archived, tmp_path):
-    failed = command("prefetch", archived, "prefetch.archives.0.strip=4")
-    assert failed.returncode == 1 and not (tmp_path / "got" / "mmlu").exists()
-    assert "strip: leaves nothing of the archive; lower it" in failed.stderr
+    (failure,) = fetched(archived, "prefetch.archives.0.strip=4")
+    assert not (tmp_path / "out" / "mmlu").exists()
+    assert "strip: leaves nothing of the archive; lower it" in failure
 
 
 def test_prefetch_says_what_failed(archived, tmp_path):
-    url = f"prefetch.archives.0.url=file://{tmp_path}/none.tar"
-    failed = command("prefetch", archived, url)
-    assert failed.returncode == 1 and not (tmp_path / "got" / "mmlu").exists()
-    assert "No such file or directory" in failed.stderr and "none.tar" in failed.stderr
+    (failure,) = fetched(archived, f"prefetch.archives.0.url=file://{tmp_path}/none.tar")
+    assert not (tmp_path / "out" / "mmlu").exists()
+    assert "No such file or directory" in failure and "none.tar" in failure
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("archives.0.url", "http://127.0.0.1:1/leak"),
+        ("archives.0.url", "file:///etc/hostname"),
+        ("archives.0.url", "https://127.0.0.1:1/leak?$HF_TOKEN"),
+        ("archives.0.to", "~/.ssh/rc"),
+        ("archives.0.to", "../beside"),
+        ("archives.0.to", ".git/hooks"),
+        ("datasets.0.to", "/etc/profile.d/x.sh"),
+    ],
+)
+def test_a_sweep_file_names_no_foreign_address_and_no_foreign_file(
+    archived, monkeypatch, key, value
+):
+    """It may be somebody else's: the token went to the address, and the file was written."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    raw = yaml.safe_load(archived.read_text())
+    raw["prefetch"]["archives"][0]["url"] = "https://127.0.0.1:1/data.tar"
+    raw["prefetch"]["datasets"] = [{"hub": "owner/name", "to": "data/x.jsonl"}]
+    archived.write_text(yaml.safe_dump(raw))
+    refused = command("prefetch", archived, f"prefetch.{key}={value}")
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert f"error: {archived}: prefetch.{key}: " in refused.stderr
+    assert "hf_secret" not in refused.stderr
+
+
+def test_a_secret_is_put_into_no_path(toy_file, tmp_path, monkeypatch):
+    """A run's config.yaml, which others can read, held it."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    path = toy_file(train={"model_name_or_path": "/tmp/${HF_TOKEN}"})
+    with pytest.raises(InputError, match=r"train\.model_name_or_path: .*HF_TOKEN is a secret"):
+        plan_sweep(path, [])
 
 
 def test_what_an_override_leaves_unread_need_not_be_fetched(archived, tiny):

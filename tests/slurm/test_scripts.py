@@ -309,6 +309,42 @@ def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypa
     assert slurm_queue.live_elements(tmp_path) == [LiveElement("9_0", "R", "None", "one", "abc123")]
 
 
+@pytest.mark.parametrize(
+    ("tag", "job_name", "owner", "is_cancelled"),
+    [
+        ("abc123", "x.train.abc123", None, True),
+        ("abc123", "x.train.abc123", 12345, False),
+        ("train", "x.y.train", None, False),
+        ("train", "train", None, False),
+        ("abc123", "x.other.abc123", None, False),
+        ("abc124", "x.train.abc124", None, False),  # another job has this id
+    ],
+)
+def test_a_planted_folder_cancels_no_other_job(
+    toy_file, tmp_path, monkeypatch, tag, job_name, owner, is_cancelled
+):
+    """It cancelled whatever job of the user's was called like it."""
+    plan = plan_sweep(toy_file(), [])
+    names = plan.folder / "jobs" / tag / "names"
+    names.parent.mkdir(parents=True)
+    names.write_text("one\n")
+    (names.parent / "id").write_text("9\n" if tag != "abc124" else "8\n")
+    if owner is not None:
+        if os.geteuid():
+            pytest.skip("giving a file away needs root")
+        os.chown(names, owner, -1)
+    scripts = {
+        "squeue": f"echo '9|0|R|{job_name}|None'",
+        "scancel": f"echo $@ > {tmp_path}/cancelled",
+    }
+    for program, text in scripts.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert slurm.cancel(plan) == ["9"] * is_cancelled
+    assert (tmp_path / "cancelled").exists() is is_cancelled
+
+
 @pytest.mark.parametrize("offline", [False, True])
 def test_trackers_are_offline_where_the_profile_says_so_alone(tmp_path, offline):
     lines = sbatch.setup(Cluster(offline=offline), tmp_path)
@@ -345,7 +381,7 @@ def test_a_profiles_home_is_the_submitting_shells(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("cache: ~/hf\nsecrets_file: ~/.tokens\n")
     lines = sbatch.setup(load_cluster(str(tmp_path / "mine.yaml")), tmp_path)
     assert 'export HF_HOME="/home/me/hf"' in lines
-    assert not any("~" in line for line in lines)
+    assert 'secrets_file="/home/me/.tokens"' in lines
 
 
 def test_jobs_look_for_hub_files_where_their_launch_did(tmp_path, monkeypatch):
@@ -371,6 +407,23 @@ def test_two_dollars_of_a_profile_are_a_literal_one_in_jobs(tmp_path, monkeypatc
     monkeypatch.setenv("MINE", "me")
     done = run_setup(tmp_path, after='echo "$HF_HOME $TOKEN"', **keys)
     assert done.stdout == "/c$d/me t\n", done.stderr
+
+
+def test_jobs_read_a_secrets_file_and_do_not_run_it(tmp_path):
+    secrets = tmp_path / "secrets"
+    secrets.write_text("# mine\n\nexport A='two words'\nB=\"b\"\nC='$(touch ran)=='\nD=last")
+    show = 'echo "$A|$B|$C|$D"; bash -c \'echo "$D"\''
+    done = run_setup(tmp_path, after=show, secrets_file=str(secrets))
+    assert done.stdout == "two words|b|$(touch ran)==|last\nlast\n", done.stderr
+
+
+@pytest.mark.parametrize("line", ["HF_TOKEN= hf_5ecret", "hf_5ecret", "A B=hf_5ecret"])
+def test_a_job_names_the_line_of_its_secrets_file_and_not_its_value(tmp_path, line):
+    secrets = tmp_path / "secrets"
+    secrets.write_text(f"A=b\n{line}\n")
+    done = run_setup(tmp_path, after="echo went on", secrets_file=str(secrets))
+    assert f"error: {secrets}, line 2: write NAME=value" in done.stderr
+    assert "5ecret" not in done.stderr + done.stdout and "went on" not in done.stdout
 
 
 def test_a_path_of_a_profile_is_a_path_whatever_characters_it_has(tmp_path):
@@ -420,7 +473,7 @@ def interpreters(tmp_path):
     """
     project = tmp_path / "project"
     shutil.copytree(PROJECT / "slurm", project / "slurm", ignore=shutil.ignore_patterns("*.py*"))
-    serves = '[ "$1" = -c ] && exit 0\necho venv: $3'
+    serves = '[ "$1" = -c ] && exit 0\necho venv: $2'
     lacks = "echo \"ModuleNotFoundError: No module named 'yaml'\" >&2; exit 1"
     for place, text in (("active", lacks), ("project/.venv", serves)):
         python = tmp_path / place / "bin" / "python"

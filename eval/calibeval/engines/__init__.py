@@ -144,11 +144,20 @@ def load(
     """`auto_class.from_pretrained(model)`; a folder without a usable part raises `InputError`.
 
     `auto_class` is one of transformers' Auto classes, and `what` says in the message what it was
-    to load: "a tokenizer". `options` are passed on.
+    to load: "a tokenizer". `options` are passed on. Code that comes with the model is not run.
     """
     try:
-        return auto_class.from_pretrained(model, revision=revision, **options)
+        # Without a False, transformers asks whether to run it, and takes a piped y for an answer.
+        return auto_class.from_pretrained(
+            model, revision=revision, trust_remote_code=False, **options
+        )
     except Exception as error:  # whatever a damaged file makes a library raise
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{model}: brings code of its own, which is not run (trust_remote_code=False): "
+                "take a model of a class that transformers has; to score this one, load it by a "
+                "script of yours and give it to calibeval.score"
+            ) from error
         reason = shortened(error) or type(error).__name__
         message = f"{model}: cannot be loaded as {what}: {reason}"
         if not Path(model).exists():

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import InputError, atomic_write
+from calibeval.io import InputError, atomic_write, parse_json, read_text
 from calibeval.request import Task
 from calibeval.tasks import HUB, load
 from sweeps.launch.hub_cache import hub_folder
@@ -105,7 +105,7 @@ def _has_file(folder: Path, pattern: str) -> bool:
 def _shards(index: Path) -> set[str]:
     """The names of the files over which a model's index says that its weights are spread."""
     try:
-        content = json.loads(index.read_text("utf-8"))
+        content = parse_json(read_text(index))
         return set(content.get("weight_map", {}).values())
     except (ValueError, AttributeError):  # it is no text, no JSON, or no such mapping
         # In the hub's cache the index is a link, and fetched anew once the file behind it is gone.
@@ -190,6 +190,43 @@ def _listed_in_prefetch(
             yield Asset(title, is_here=target.exists, fetch=partial(_fetch_archive, archive))
 
 
+def refuse_foreign_places(plan: SweepPlan) -> None:
+    """Raise InputError where `prefetch:` names an address or a file that a sweep may not touch.
+
+    The sweep file may be somebody else's. An address tells its server whatever stands in it, and
+    what is fetched is written where `to` says.
+    """
+    source = plan.typed[0]
+    for number, archive in enumerate(plan.sweep.prefetch.archives):
+        if not archive.url.startswith("https://") or "$" in archive.url:
+            raise InputError(
+                f"{source}: prefetch.archives.{number}.url: {archive.url} would be asked for: "
+                "write an https:// address without variables, or fetch it by hand"
+            )
+    for key in ("datasets", "archives"):
+        for number, wanted in enumerate(getattr(plan.sweep.prefetch, key)):
+            if not _may_be_written(wanted.to, plan):
+                raise InputError(
+                    f"{source}: prefetch.{key}.{number}.to: {os.path.abspath(wanted.to)} would be "
+                    "written: name a path below the project's folder, output_root or $SCRATCH "
+                    "that is not hidden"
+                )
+
+
+def _may_be_written(target: str, plan: SweepPlan) -> bool:
+    """Whether a path lies where a sweep's data may, in no hidden folder."""
+    path = Path(os.path.abspath(target))
+    for root in (os.getcwd(), os.environ.get("SCRATCH")):
+        if root and path != Path(root) and path.is_relative_to(root):
+            return not _is_hidden(path.relative_to(root))
+    output_root = os.path.abspath(plan.sweep.output_root)  # which the same file names
+    return path.is_relative_to(output_root) and not _is_hidden(path)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
 def fetch(wanted: list[Asset]) -> list[str]:
     """Fetch what is not here; returns a line for each that failed, and goes on with the others."""
     problems = []
@@ -239,7 +276,9 @@ def _fetch_dataset(wanted: Dataset) -> None:
     """Write a data set of the hub as JSON lines with `messages`."""
     from datasets import load_dataset  # type: ignore[import-untyped]
 
-    rows = load_dataset(wanted.hub, split=wanted.split, revision=wanted.revision)
+    rows = load_dataset(
+        wanted.hub, split=wanted.split, revision=wanted.revision, trust_remote_code=False
+    )
     with atomic_write(Path(wanted.to)) as out:
         for row in rows:
             out.write(json.dumps({"messages": messages(row)}, ensure_ascii=False) + "\n")

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from calibeval.io import regular_file
 from sweeps.launch import worker
 from sweeps.launch.sbatch import REQUEUE_REQUEST
 from sweeps.launch.submitit_adapter import (
@@ -30,7 +31,7 @@ from sweeps.launch.submitit_adapter import (
     element_log,
 )
 from sweeps.runs.events import EventKind
-from sweeps.runs.files import is_locked
+from sweeps.runs.files import is_locked, text_of, touch
 from sweeps.runs.processes import job_label
 from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import describe_job
@@ -103,7 +104,10 @@ class NodeWatch:
             return self._has_lost_node
         self._next_look = now + LOOK_PAUSE
         for log, position in self._positions.items():
-            with contextlib.suppress(FileNotFoundError), open(log, "rb") as text:
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open(log, "rb", opener=regular_file) as text,
+            ):
                 # A bit of what was seen is read again: the message may have been half written.
                 text.seek(max(0, position - len(NODE_FAILURE)))
                 added = text.read()
@@ -126,7 +130,7 @@ def take_over(run: Run, asked_to_stop: Callable[[], bool]) -> None:
         f"save and to leave, at most {HANDOVER_PATIENCE} s",
         flush=True,
     )
-    run.stop_file.touch()
+    touch(run.stop_file)
     end = time.monotonic() + HANDOVER_PATIENCE
     while is_locked(run.lock_file) and time.monotonic() < end and not asked_to_stop():
         time.sleep(HANDOVER_PAUSE)
@@ -194,7 +198,7 @@ def requeue() -> bool:
 def assigned_run() -> Run:
     """The run whose name is this element's line in the `names` of its job."""
     job_folder = element_folder()
-    names = (job_folder / "names").read_text().splitlines()
+    names = text_of(job_folder / "names").splitlines()
     sweep_folder = job_folder.parents[1]
     return Run(sweep_folder / names[element_index()])
 

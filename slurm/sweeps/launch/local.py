@@ -15,7 +15,7 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from calibeval.io import InputError, counted
+from calibeval.io import InputError, counted, printable
 from sweeps.launch import worker
 from sweeps.launch.snapshot import snapshot
 from sweeps.runs import slurm_queue, stages
@@ -131,7 +131,7 @@ class WorkerPool:
                 futures = [threads.submit(self._work_on_one, run) for run in runs]
                 for future in as_completed(futures):
                     bar.update(1)
-                    bar.write(future.result())
+                    bar.write(printable(future.result()))
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

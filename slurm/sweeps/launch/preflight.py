@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -13,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import InputError
+from calibeval.io import InputError, read_text
 from calibeval.tasks import HUB, load
 from sweeps.launch import assets, local
 from sweeps.launch.hub_cache import use_cache
@@ -28,13 +29,16 @@ from sweeps.runs.schema import Cluster, load_cluster, one_line
 from sweeps.runs.yaml_io import expand
 
 PACKAGES_OF_JOBS = ("pydantic", "submitit", "yaml")  # as sweeps.sh asks for them
+# A line of a secrets file, which jobs take as it stands: what a shell would replace is refused.
+SECRET_LINE = re.compile(r"""(export )?[A-Za-z_]\w*=('[^']*'|"[^"$`\\]*"|[^\s"'$`\\]*)""", re.ASCII)
 READ_CONVERSATIONS = 100_000  # of a training file, of which the format is checked
 
 
-def problems(plan: SweepPlan, executor: str) -> list[str]:
+def problems(plan: SweepPlan, executor: str, runs_programs: bool = True) -> list[str]:
     """What would stop a launch by `executor`, local or slurm: one sentence for each problem.
 
-    Raises InputError for a problem that keeps the others from being looked for.
+    Without `runs_programs` the profile's interpreter is not asked for its packages. Raises
+    InputError for a problem that keeps the others from being looked for.
     """
     if executor == "slurm":
         cluster = load_cluster(plan.sweep.cluster)
@@ -45,7 +49,7 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
     found = [
         *_inputs(plan),
         *_records(plan),
-        *_interpreters(plan, cluster),
+        *_interpreters(plan, cluster, runs_programs),
         *_secrets_file(plan, cluster),
     ]
     if executor == "local":
@@ -87,7 +91,7 @@ def _use_cache_of_profile(plan: SweepPlan) -> None:
         use_cache(cluster)
 
 
-def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
+def _interpreters(plan: SweepPlan, cluster: Cluster, runs_programs: bool) -> Iterator[str]:
     """Interpreters that cannot be run here, and packages that they lack for the runs."""
     if cluster.python == "auto":
         absent = sorted(name for name in _packages(plan) if find_spec(name) is None)
@@ -95,7 +99,7 @@ def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
             install = f"{sys.executable} -m pip install …"
             yield f"packages that runs need: {' '.join(absent)}: {install}"
     else:
-        yield from _profiles_interpreter(plan, cluster)
+        yield from _profiles_interpreter(plan, cluster, runs_programs)
     scoring_python = plan.sweep.score.python if plan.sweep.score is not None else None
     # A command of several words is a container's, in which other paths may exist.
     if scoring_python and " " not in cluster.python:
@@ -104,7 +108,7 @@ def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
             yield f"score.python: {scoring_python}: {problem}"
 
 
-def _profiles_interpreter(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
+def _profiles_interpreter(plan: SweepPlan, cluster: Cluster, runs_programs: bool) -> Iterator[str]:
     """Problems of the profile's `python`, as far as they can be seen before a job runs it."""
     words = cluster.python.split(" ")
     with contextlib.suppress(ValueError):  # quotes that nobody closes
@@ -115,7 +119,8 @@ def _profiles_interpreter(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
     problem = _program_problem(words[0], "no such command")
     if problem is not None:
         yield f"{plan.sweep.cluster}: python: {words[0]}: {problem}"
-    elif len(words) == 1:  # more are a container's, which may not run on a login node
+    elif len(words) == 1 and runs_programs:
+        # More words are a container's, which may not run on a login node.
         absent = _absent_packages(words[0], sorted({*PACKAGES_OF_JOBS, *_packages(plan)}))
         if absent:
             lack = f"lacks packages that runs need: {' '.join(absent)}"
@@ -153,15 +158,35 @@ def _packages(plan: SweepPlan) -> set[str]:
 
 
 def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
-    """A file of tokens that is not there, or that other users can read."""
+    """What is wrong with a file of tokens: it is not there, not its user's alone, or not read."""
     if not cluster.secrets_file:
         return
     key = f"{plan.sweep.cluster}: secrets_file: {cluster.secrets_file}"
     file = Path(expand("secrets_file", cluster.secrets_file))
     if not file.is_file():
         yield f"{key}: no such file"
+        return
+    if file.stat().st_uid != os.getuid():
+        yield f"{key}: is another user's, who could give your jobs any variable: copy it"
     elif file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield f"{key}: others can read it: chmod 600 {shlex.quote(str(file))}"
+    else:
+        yield from _wrong_line(key, file)
+    folder = file.parent
+    mode = folder.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        yield f"{key}: others can replace it: chmod o-w {shlex.quote(str(folder))}"
+
+
+def _wrong_line(key: str, file: Path) -> Iterator[str]:
+    """The first line of a file of tokens that is no NAME=value; what it holds is not repeated."""
+    for number, line in enumerate(read_text(file).splitlines(), start=1):
+        if line and not line.startswith("#") and not SECRET_LINE.fullmatch(line):
+            yield (
+                f"{key}, line {number}: write NAME=value, without spaces, or NAME='a value'; "
+                "nothing in it is run"
+            )
+            return
 
 
 def _cluster_of_shell(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:

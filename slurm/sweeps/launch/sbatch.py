@@ -32,6 +32,23 @@ from sweeps.runs.schema import Cluster, Sweep
 
 # The ending of the file by which an element asks its batch script for a requeue.
 REQUEUE_REQUEST = ".requeue"
+# Shell lines that export the NAME=value lines of the file $secrets_file, and run nothing in it.
+READ_SECRETS = r"""number=0
+while IFS= read -r line || [ -n "$line" ]; do
+    number=$((number + 1))
+    line=${line#export }
+    case $line in "" | \#*) continue ;; esac
+    name=${line%%=*} value=${line#*=}
+    case $value in
+    \'*\' | \"*\") value=${value:1:-1} ;;
+    *[[:space:]]*) name= ;;
+    esac
+    if ! [[ $line == *=* && $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]]; then
+        echo "error: $secrets_file, line $number: write NAME=value, without spaces" >&2
+        exit 1
+    fi
+    export "$name=$value"
+done <"$secrets_file" || exit 1"""
 COLLECT_MEMORY = "4G"  # is enough for tables over hundreds of record files
 
 
@@ -290,7 +307,8 @@ def setup(cluster: Cluster, code_folder: Path) -> list[str]:
         lines.append("set +e")
     lines.append(f"export PYTHONPATH={shlex.quote(str(code_folder))}${{PYTHONPATH:+:$PYTHONPATH}}")
     if cluster.secrets_file:
-        lines.append(f"set -ae; . {_quoted(cluster.secrets_file)}; set +ae")
+        lines.append(f"secrets_file={_quoted(cluster.secrets_file)}")
+        lines.extend(READ_SECRETS.splitlines())
     lines.append("set -u")  # only now: module files and setup lines rarely stand it
     lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cluster.cpus_per_process}}}"')
     return lines

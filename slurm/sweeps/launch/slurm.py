@@ -17,6 +17,7 @@ killed or whose sbatch timed out: the script finds all that it needs in the fold
 
 import contextlib
 import getpass
+import os
 import re
 import secrets
 import subprocess
@@ -27,7 +28,7 @@ from pathlib import Path
 from threading import Thread
 from typing import IO
 
-from calibeval.io import InputError, counted, write_text
+from calibeval.io import InputError, counted, regular_file, write_text
 from sweeps.launch.element import Element
 from sweeps.launch.sbatch import Job, JobKind, exported, job_name, parameters, script
 from sweeps.launch.snapshot import snapshot
@@ -459,7 +460,7 @@ def call_sbatch(sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path) -> s
     # may name it in `pass_environment`.
     words = ["sbatch", "--parsable", f"--job-name={job_name(sweep, job, job_folder)}"]
     with (
-        open(job_folder / "script.sh") as text,
+        open(job_folder / "script.sh", opener=regular_file) as text,
         subprocess.Popen(
             words, stdin=text, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=seen
         ) as process,
@@ -597,7 +598,17 @@ def cancel(plan: SweepPlan, of_whole_folder: bool) -> tuple[list[LiveElement], l
     that have not ended after its KillWait, 30 seconds unless the cluster has another: what they
     learnt since their last checkpoint is lost.
     """
-    live = live_elements(plan.folder)
+    live = []
+    for element in live_elements(plan.folder):
+        names = plan.folder / "jobs" / element.tag / "names"
+        if names.stat().st_uid == os.getuid():
+            live.append(element)
+        else:  # another user has launched it; or has made the folder for a job that is no sweep's
+            remedy = f"if it is yours all the same: scancel {element.label}"
+            print(
+                f"left alone: job {element.label}: {names} is another user's; {remedy}",
+                file=sys.stderr,
+            )
     cancelled = _of_plan(plan, live)
     others = [element for element in live if element.run is not None and element not in cancelled]
     if of_whole_folder or not others:

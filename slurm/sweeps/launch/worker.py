@@ -20,9 +20,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from calibeval.io import regular_file
 from sweeps.launch.program_end import ProgramEnd
 from sweeps.runs.events import Event, EventKind
-from sweeps.runs.files import is_disk_full, is_locked, last_error, tail
+from sweeps.runs.files import is_disk_full, is_locked, last_error, tail, touch
 from sweeps.runs.processes import (
     MEETING_PORT,
     end_with_parent_and_ignore_warnings,
@@ -171,7 +172,7 @@ def _finish(run: Run) -> None:
     """Mark a run as done, and delete what is not kept."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # only resuming needs them
     if not run.done:
-        run.done_file.touch()
+        touch(run.done_file)
     config = run.config()
     if config.keep == "scores" and config.score is not None:
         shutil.rmtree(run.model, ignore_errors=True)
@@ -234,7 +235,7 @@ def _execute(
     if nodes > 1:
         # This is the first of the nodes. Each element of an array is a job with its own number.
         variables[MEETING_PORT] = str(free_meeting_port(int(os.environ["SLURM_JOB_ID"])))
-    with open(log, "ab") as out:
+    with open(log, "ab", opener=regular_file) as out:
         start = out.tell()
         program = subprocess.Popen(
             [*_srun(nodes), _python(run, stage), "-m", "sweeps", stage, str(run.path)],
@@ -263,7 +264,7 @@ def _ask_to_stop(run: Run, program: subprocess.Popen) -> None:
     scorer looks for no file, and loses nothing when it is killed, so that it gets TERM. A program
     that was started to train scores once model/ is there.
     """
-    run.stop_file.touch()
+    touch(run.stop_file)
     is_scoring = run.trained
     if is_scoring:
         os.killpg(program.pid, signal.SIGTERM)

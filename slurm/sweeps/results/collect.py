@@ -1,7 +1,6 @@
 """The tables of a sweep's folder: every run that is scored, whichever launch asked for it."""
 
 import os
-import shutil
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -13,13 +12,13 @@ from typing import Any
 import pandas as pd
 
 from calibeval import index, report
-from calibeval.io import InputError, counted, write_rows, write_text
+from calibeval.io import InputError, counted, show, write_rows, write_text
 from calibeval.request import DEFAULT_COLUMNS
 from sweeps.results import status
 from sweeps.results.selection import Choice, best_learning_rates
 from sweeps.results.settings import settings, varied_settings
 from sweeps.runs import scoring
-from sweeps.runs.files import locked, replace_folder
+from sweeps.runs.files import locked, remove_folder, replace_folder
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.run import Run
 
@@ -44,15 +43,15 @@ def collect(plan: SweepPlan) -> list[str]:
         # Only now: while this process waited for the lock, runs have gone on.
         gaps = list_gaps(plan)
         runs = runs_in_folder(plan)
-        shutil.rmtree(part, ignore_errors=True)
+        remove_folder(part)
         part.mkdir()
         # Printed only once all is there: `collect | head` must not end half-way through.
         with redirect_stdout(StringIO()) as printed:
             _write_results(plan, runs, gaps, part)
         replace_folder(part, results)
-    print(printed.getvalue(), end="")
+    show(printed.getvalue(), end="")
     for line in gaps:
-        print(f"gap: {line}")
+        show(f"gap: {line}")
     print(f"report: {(results / 'report.html').absolute()}")
     return gaps
 
@@ -93,7 +92,7 @@ def runs_in_folder(plan: SweepPlan) -> list[Run]:
         try:
             run.config()
         except InputError as error:
-            print(f"left out: {error}")
+            show(f"left out: {error}")
         else:
             runs.append(run)
     return runs
@@ -188,7 +187,7 @@ def _write_results(plan: SweepPlan, runs: list[Run], gaps: list[str], part: Path
     metrics.jsonl, is a section of the page here.
     """
     rows = runs_table(plan, runs)
-    write_text(part / "runs.csv", pd.DataFrame(rows).to_csv(index=False))
+    write_text(part / "runs.csv", report.csv_table(pd.DataFrame(rows)))
     items = "".join(f"<li class=gap>{escape(line)}" for line in gaps)
     note = f"<p>{counted(len(rows), 'run')}, {counted(len(gaps), 'gap')}</p><ul>{items}</ul>"
     sections = []  # of the page, as HTML, below what calibeval puts there
@@ -230,7 +229,7 @@ def _write_choices(
 ) -> str:
     """Write best_learning_rates.csv and the table of the best runs; returns a section of HTML."""
     rows = [choice.row() for choice in choices]
-    write_text(part / "best_learning_rates.csv", pd.DataFrame(rows).to_csv(index=False))
+    write_text(part / "best_learning_rates.csv", report.csv_table(pd.DataFrame(rows)))
     best_runs = [run for run in runs if run.config().is_baseline]
     for choice in choices:
         best_runs += choice.runs

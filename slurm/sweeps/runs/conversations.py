@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import InputError, json_lines, read_text, reading
+from calibeval.io import InputError, json_lines, parse_json, read_text, reading
 
 # A chat template would write other roles too, and the model would learn nothing of an answer whose
 # role is misspelt.
@@ -27,7 +27,7 @@ def rows(path: Path) -> Iterator[tuple[str, dict]]:
         yield from json_lines(path)
         return
     try:
-        listed = json.loads(read_text(path))
+        listed = parse_json(read_text(path))
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error})") from error
     for number, row in enumerate(listed, 1):

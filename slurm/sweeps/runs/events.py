@@ -31,6 +31,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from calibeval.io import regular_file
 from sweeps.runs.files import read_rows
 
 
@@ -110,7 +111,7 @@ def append_event(file: Path, kind: EventKind, details: dict[str, Any]) -> None:
     """
     now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     line = json.dumps({kind.value: now, **details}) + "\n"
-    with open(file, "a+b") as out:
+    with open(file, "a+b", opener=regular_file) as out:
         if out.tell() > 0:
             out.seek(-1, os.SEEK_END)
             if out.read(1) != b"\n":

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import pwd
 import re
@@ -13,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from calibeval.io import InputError
+from calibeval.io import InputError, parse_json, regular_file
 
 # The folder above slurm/ in a checkout. This package may lie elsewhere, installed or as a snapshot
 # that a job runs: then there is no slurm/ in it.
@@ -41,7 +40,7 @@ def locked(
     `patience` seconds; the same words are printed when the wait has taken `silent_seconds`. Where
     the file system knows no locks, a warning says so, and only this process knows of the lock.
     """
-    with open(path, "a") as file:
+    with open(path, "a", opener=regular_file) as file:
         os.set_inheritable(file.fileno(), True)  # torchrun may take this process's place
         began = time.monotonic()
         told = False
@@ -80,7 +79,7 @@ def is_locked(path: Path) -> bool:
     with contextlib.suppress(OSError):
         if _identity(path.stat()) in _held_here:
             return True  # and the file stays closed: see `_held_here`
-    with contextlib.suppress(OSError), open(path) as file:
+    with contextlib.suppress(OSError), open(path, opener=regular_file) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -100,6 +99,18 @@ def found_path(typed: str) -> Path:
     return path
 
 
+def touch(path: Path) -> None:
+    """Make an empty file unless one is there."""
+    with open(path, "a", opener=regular_file):
+        pass
+
+
+def text_of(path: Path) -> str:
+    """The text of a file; raises OSError, FileNotFoundError among it, where it cannot be read."""
+    with open(path, encoding="utf-8", opener=regular_file) as file:
+        return file.read()
+
+
 def read_rows(path: Path, size: int | None = None) -> list[dict]:
     """The objects of a JSON-lines file, or of its last `size` bytes.
 
@@ -109,8 +120,8 @@ def read_rows(path: Path, size: int | None = None) -> list[dict]:
     rows = []
     for line in _last_text(path, size).split("\n"):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = parse_json(line)
+        except ValueError:
             continue
         if isinstance(row, dict):
             rows.append(row)
@@ -119,7 +130,7 @@ def read_rows(path: Path, size: int | None = None) -> list[dict]:
 
 def _last_text(path: Path, size: int | None) -> str:
     """The last `size` bytes of a file as text, or all of it for None; nothing if it is absent."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as data:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as data:
         if size is not None:
             data.seek(max(0, os.path.getsize(path) - size))
         return data.read().decode("utf-8", "replace")
@@ -192,6 +203,13 @@ def closed_by_owner(error: BaseException, folder: Path | None = None) -> str:
 def is_disk_full(folder: Path) -> bool:
     """Whether the disk on which this folder lies has no room for another file."""
     return shutil.disk_usage(folder).free < FULL_DISK
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder, or a link that stands in its place, and nothing that the link leads to."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace_folder(source: Path, destination: Path) -> None:

@@ -1,6 +1,5 @@
 """From a sweep's file and overrides, or from its folder, to its runs and their folders."""
 
-import contextlib
 import itertools
 import os
 import re
@@ -10,6 +9,7 @@ from typing import Any
 
 from calibeval.io import InputError, read_text, write_text
 from sweeps.runs.backend import load_backend, scoring_problem
+from sweeps.runs.backend_modules import built_in_backends
 from sweeps.runs.run import Run, RunConfig
 from sweeps.runs.schema import Sweep, World
 from sweeps.runs.stages import next_stage
@@ -138,28 +138,52 @@ def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
     )
 
 
-def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
-    """The plan of a sweep whose backend cannot be imported, read from the folders of its runs.
+def plan_to_look_at(source: Path, assignments: list[str]) -> SweepPlan:
+    """The plan of `plan_sweep`, without an import of what a folder names as its backend.
 
-    That suffices to look at runs. It differs from the plan of `plan_sweep` in this: the runs of all
-    launches are in it, and not only those that the file and the overrides ask for; runs have no
-    grid values; and those whose config cannot be read are left out.
+    A folder may be anybody's: its launched.yaml may name any module. See `plan_from_folder`.
+    """
+    _, sweep, _, _ = _read_sweep(source, assignments)
+    if source.is_dir() and sweep.backend not in built_in_backends():
+        return plan_from_folder(source, assignments)
+    return plan_sweep(source, assignments)
+
+
+def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
+    """The plan of a sweep whose backend is not imported, read from the folders of its runs.
+
+    Those whose config cannot be read are left out. Only the backend knows how it writes the values
+    that were typed: a run is in the plan unless one of them is surely another.
     """
     if _is_run_folder(source):
         return _only(source, plan_from_folder(source.parent, assignments), assignments)
     _, sweep, folder, _ = _read_sweep(source, assignments)
-    runs = []
+    combinations = [
+        dict(zip(sweep.grid, combination, strict=True))
+        for combination in itertools.product(*sweep.grid.values())
+    ]
+    runs_of: dict[int, list[Run]] = {}  # by the combination's position
+    baselines = []
     for file in sorted(folder.glob("*/config.yaml")):
         run = Run(file.parent)
-        with contextlib.suppress(InputError):
-            run.config()
-            runs.append(run)
+        try:
+            config = run.config()
+        except InputError:
+            continue
+        if config.is_baseline:
+            baselines.append(run)
+            continue
+        for position, grid_values in enumerate(combinations):
+            if _may_be_of(config.train, {**sweep.train, **grid_values}):
+                run = Run(run.path, config, grid_values)
+                runs_of.setdefault(position, []).append(run)
+                break
     return SweepPlan(
         folder=folder,
         typed=(str(source), *assignments),
         sweep=sweep,
-        runs=[run for run in runs if not run.config().is_baseline],
-        baselines=[run for run in runs if run.config().is_baseline],
+        runs=[run for position in sorted(runs_of) for run in runs_of[position]],
+        baselines=baselines,
     )
 
 
@@ -189,6 +213,19 @@ def _only(folder: Path, plan: SweepPlan, assignments: list[str]) -> SweepPlan:
         baselines=chosen if config.is_baseline else [],
         is_one_run=True,
     )
+
+
+def _may_be_of(train: dict[str, Any], typed: dict[str, Any]) -> bool:
+    """Whether a run with these values in its config may be what was typed."""
+    for key in train.keys() & typed.keys():
+        values = [train[key], typed[key]]
+        if any(isinstance(value, (dict, list)) for value in values):
+            continue
+        if key in PATH_KEYS:
+            values = [os.path.normpath(str(value)) for value in values]
+        if values[0] != values[1] and str(values[0]) != str(values[1]):
+            return False
+    return True
 
 
 def _read_sweep(source: Path, assignments: list[str]) -> tuple[str, Sweep, Path, dict[str, str]]:

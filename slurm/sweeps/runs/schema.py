@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from calibeval.io import read_text
+from calibeval.io import parse_json, read_text
 from calibeval.request import DEFAULT_COLUMNS, Natural, Positive, Request, Seq, Strict
 from calibeval.tasks import splits_of
 from sweeps.runs.files import found_path
-from sweeps.runs.yaml_io import build, key_error, read_yaml
+from sweeps.runs.yaml_io import SECRET_NAME, build, key_error, read_yaml
 
 
 def one_line(text: str) -> bool:
@@ -133,9 +133,12 @@ def _check_extra(text: str) -> str:
     return text
 
 
-# A variable of a shell line that is called like a token and set to a literal value: not to what a
+# What in a shell line is followed by a secret. It counts where a literal follows, and not what a
 # variable or a command holds.
-TOKEN_IN_LINE = re.compile(r"\b(\w*(?:TOKEN|API_KEY|SECRET|PASSWORD))=[\"']?[^\s$`\"']")
+BEFORE_A_SECRET = (
+    rf"\b{SECRET_NAME}=|--(?:token|password|api-key)[= ]|wandb login (?:--\w+ )*|://\w*:"
+)
+SECRET_IN_LINE = re.compile(rf"({BEFORE_A_SECRET})[\"']?[^\s$`\"'/-]")
 
 ExtraOption = Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$"), AfterValidator(_check_extra)]
 
@@ -210,7 +213,7 @@ class World(Strict):
         file = getattr(self, key)
         if file is None:
             return None
-        content: dict = json.loads(read_text(Path(file)))
+        content: dict = parse_json(read_text(Path(file)))
         return content
 
 
@@ -267,7 +270,11 @@ class Dataset(Strict):
     """A hub data set with `messages` or ShareGPT's `conversations`, written as JSON lines."""
 
     hub: str = option(..., "Name of the data set on the hub, as owner/name.")
-    to: str = option(..., "File that the data set is written to, as JSON lines.")
+    to: str = option(
+        ...,
+        "File that the data set is written to, as JSON lines, below the project's folder, "
+        "output_root or $SCRATCH.",
+    )
     split: str = option("train", "Split of the data set that is taken.")
     revision: str | None = option(None, "Branch, tag or commit on the hub; null takes the newest.")
 
@@ -275,9 +282,11 @@ class Dataset(Strict):
 class Archive(Strict):
     """An archive (tar, zip, …), unpacked into a folder; or a file of another kind."""
 
-    url: str = option(..., "Address of the file or archive.")
+    url: str = option(..., "Address of the file or archive: https://, without variables.")
     to: str = option(
-        ..., "Folder that an archive is unpacked into, or file that another download becomes."
+        ...,
+        "Folder that an archive is unpacked into, or file that another download becomes, below the "
+        "project's folder, output_root or $SCRATCH.",
     )
     strip: Natural = option(
         0,
@@ -451,8 +460,8 @@ class Cluster(Strict):
     )
     secrets_file: Line | None = option(
         None,
-        "File of NAME=value lines with tokens such as HF_TOKEN, which jobs read; only you "
-        "may be able to read it (chmod 600).",
+        "File of NAME=value lines with tokens such as HF_TOKEN, which jobs read and do not run; "
+        "yours, and only you may be able to read it (chmod 600).",
     )
     offline: bool = option(
         False,
@@ -482,14 +491,27 @@ class Cluster(Strict):
         return options
 
     @model_validator(mode="after")
-    def _set_up_lines_hold_no_tokens(self) -> "Cluster":
-        for number, line in enumerate(self.setup):
-            match = TOKEN_IN_LINE.search(line)
+    def _scripts_hold_no_secrets(self) -> "Cluster":
+        lines = {f"setup.{number}": line for number, line in enumerate(self.setup)}
+        lines["python"] = self.python
+        for key, line in lines.items():
+            match = SECRET_IN_LINE.search(line)
             if match:
                 raise key_error(
-                    f"setup.{number}",
-                    f"{match[1]} would stand in each job's script, which others can read: put it "
-                    "into a file that secrets_file names",
+                    key,
+                    f"what follows {match[1].strip()} would stand in each job's script, which "
+                    "others can read: put it into a file that secrets_file names",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _variables_are_named(self) -> "Cluster":
+        for number, name in enumerate(self.pass_environment):
+            if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in ("ALL", "NONE"):
+                raise key_error(
+                    f"pass_environment.{number}",
+                    "write the name of one variable, without its value; all of a shell's would "
+                    "hand on tokens too",
                 )
         return self
 

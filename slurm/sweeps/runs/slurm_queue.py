@@ -19,6 +19,7 @@ from enum import Enum
 from pathlib import Path
 
 from calibeval.io import InputError
+from sweeps.runs.files import text_of
 from sweeps.runs.processes import run_checked, slurm_or_empty
 from sweeps.runs.stages import SCORE
 from sweeps.runs.yaml_io import parse
@@ -104,7 +105,8 @@ def describe_job(label: str, cluster: str | None = None) -> dict[str, str]:
 # A line of squeue about a job whose name is of our form. Another job's name may have line breaks.
 LISTED_ELEMENT = re.compile(
     r"(?P<array>\d+)\|(?P<index>[^|]*)\|(?P<state>\w+)\|"
-    r"[^|]+\.(?P<kind>\w+)\.(?P<tag>\w+)\|(?P<reason>[^|]*)(\|(?P<start>.*))?"
+    r"[A-Za-z0-9._-]+\.(?P<kind>train|score|collect)\.(?P<tag>[0-9a-f]{6})\|"
+    r"(?P<reason>[^|]*)(\|(?P<start>.*))?"
 )
 
 
@@ -151,6 +153,15 @@ class SubmittedElement:
         return self.label is not None
 
 
+def _noted_id(job_folder: Path) -> str | None:
+    """The id that sbatch gave a folder's job; None where its launch did not live to write it."""
+    with contextlib.suppress(FileNotFoundError):
+        noted = text_of(job_folder / "id").strip()
+        if noted.isdigit():
+            return noted
+    return None
+
+
 def live_elements(folder: Path) -> list[LiveElement]:
     """The elements of a sweep's jobs that are queued or running, and its collect job.
 
@@ -167,7 +178,7 @@ def live_elements(folder: Path) -> list[LiveElement]:
     for cluster, folders_there in job_folders.items():
         names_of_tag = {}
         for job_folder in folders_there:
-            names_of_tag[job_folder.name] = (job_folder / "names").read_text().splitlines()
+            names_of_tag[job_folder.name] = text_of(job_folder / "names").splitlines()
         listed = run_checked(
             "squeue",
             "--noheader",
@@ -178,8 +189,11 @@ def live_elements(folder: Path) -> list[LiveElement]:
         )
         for line in listed.splitlines():
             match = LISTED_ELEMENT.fullmatch(line)
-            if match is not None and match["tag"] in names_of_tag:
-                elements.append(_live_element(match, folder, names_of_tag, cluster))
+            if match is None or match["tag"] not in names_of_tag:
+                continue
+            if _noted_id(folder / "jobs" / match["tag"]) not in (None, match["array"]):
+                continue  # of another sweep's job, which happens to be called so
+            elements.append(_live_element(match, folder, names_of_tag, cluster))
     return elements
 
 
@@ -267,12 +281,12 @@ def submitted_elements(folder: Path) -> dict[str, list[SubmittedElement]]:
         job_folder = names_file.parent
         script = ""
         with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
-            script = (job_folder / "script.sh").read_text()
+            script = text_of(job_folder / "script.sh")
         name = rf"^#SBATCH --job-name=.*\.{SCORE}\.{job_folder.name}$"
         only_scores = re.search(name, script, re.MULTILINE) is not None
         is_array = "\n#SBATCH --array=" in script
         cluster = cluster_of_job(job_folder)
-        for index, run in enumerate(names_file.read_text().splitlines()):
+        for index, run in enumerate(text_of(names_file).splitlines()):
             label, log = _label_and_log(job_folder, f"_{index}" if is_array else "")
             element = SubmittedElement(label, log, only_scores, cluster)
             elements.setdefault(run, []).append(element)
@@ -282,11 +296,12 @@ def submitted_elements(folder: Path) -> dict[str, list[SubmittedElement]]:
 def _label_and_log(job_folder: Path, index: str) -> tuple[str | None, Path | None]:
     """The label and the log of an element of a folder's array, as far as known.
 
+
     `index` is the label's end, _3 of 12_3, and "" of a job without an array.
     """
     ending = "_0_log.out"  # 0 is the element's only task, as srun counts
     try:
-        label = f"{(job_folder / 'id').read_text().strip()}{index}"
+        label = f"{text_of(job_folder / 'id').strip()}{index}"
     except FileNotFoundError:
         for log in job_folder.glob(f"*{index}{ending}"):
             return log.name.removesuffix(ending), log

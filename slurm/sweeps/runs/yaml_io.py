@@ -35,10 +35,16 @@ WORDS = {
     "float": FLOAT,
 }
 
+MOST_KEYS = 100_000  # of a file; a few lines with aliases can stand for billions
 KEY_ERROR = "key"  # the type of pydantic's errors that `key_error` makes
 
 # A variable in a text, or two dollars, which stand for one.
 VARIABLE = re.compile(r"\$\$|\$(?P<name>\w+)|\$\{(?P<braced>\w+)\}|\$\{", re.ASCII)
+
+# The name of a variable that holds what nobody else may know.
+SECRET_NAME = r"\w*(?:TOKEN|API_KEY|ACCESS_KEY|SECRET|SECRET_KEY|PASSWORD|PASSWD)"
+# Is fetched from somebody else's server, so no variable is put in: `prefetch` refuses it.
+ADDRESS = re.compile(r"prefetch\.archives\.\d+\.url")
 
 if hasattr(yaml, "CSafeLoader"):
     from yaml import CSafeDumper as _BaseDumper
@@ -80,6 +86,8 @@ def parse(text: str, source: str) -> tuple[Any, dict[str, str]]:
         for key, place in _places(node, source):
             if key in places:  # PyYAML would let the last of two values win
                 raise InputError(f"{place}: {key}: is given twice")
+            if len(places) > MOST_KEYS:
+                raise InputError(f"{source}: more than {MOST_KEYS:,} keys, by aliases of aliases")
             places[key] = place
         return loader.construct_document(node), places
     except yaml.MarkedYAMLError as error:
@@ -90,6 +98,8 @@ def parse(text: str, source: str) -> tuple[Any, dict[str, str]]:
         raise InputError(f"{place}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise InputError(f"{source}: not YAML: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"{source}: not YAML: nested too deep") from error
 
 
 def _places(node: yaml.Node, source: str, above: str = "") -> Iterator[tuple[str, str]]:
@@ -275,7 +285,7 @@ def expand_all(value: Any, source: str, places: Mapping[str, str], key: str = ""
             expand_all(item, source, places, f"{above}{position}")
             for position, item in enumerate(value)
         ]
-    if isinstance(value, str):
+    if isinstance(value, str) and not ADDRESS.fullmatch(key):
         return expand(f"{nearest_place(key, places, source)}: {key}", value)
     return value
 
@@ -283,8 +293,9 @@ def expand_all(value: Any, source: str, places: Mapping[str, str], key: str = ""
 def expand(where: str, text: str) -> str:
     """A text with `~` and variables replaced, as a shell would; `$$` is a dollar.
 
-    Raises InputError for a variable that is not set. Its message begins with `where`, which names
-    the key that holds the text.
+    Raises InputError for a variable that is not set, or is a secret by its name: what is made of
+    the text stands in files that others can read. Its message begins with `where`, which names the
+    key that holds the text.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -293,6 +304,11 @@ def expand(where: str, text: str) -> str:
         name = match["name"] or match["braced"]
         if name is None:
             raise InputError(f"{where}: {text}: write $NAME or ${{NAME}}, or $$ for a dollar")
+        if re.fullmatch(SECRET_NAME, name):
+            raise InputError(
+                f"{where}: {text}: ${name} is a secret by its name, and would stand in files: "
+                "programs read it in their environment"
+            )
         if name not in os.environ:
             raise InputError(
                 f"{where}: {text}: ${name} is not set here: export {name}=…, or write $$ for a "

@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import InputError, read_text, sha256, write_text
+from calibeval.io import InputError, parse_json, read_text, sha256, write_text
 from sweeps.runs.files import is_disk_full, replace_folder
 
 STATE = "state.json"
@@ -123,7 +123,7 @@ def _data_files(folder: Path) -> list[Path]:
 def _read_state(folder: Path) -> dict[str, Any]:
     """What state.json holds; empty where it is absent or damaged."""
     try:
-        state = json.loads(read_text(folder / STATE))
+        state = parse_json(read_text(folder / STATE))
     except (InputError, ValueError):
         return {}
     return state if isinstance(state, dict) else {}

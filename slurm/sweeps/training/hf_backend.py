@@ -4,11 +4,12 @@ Planning and launching import this module and must not wait for torch. The train
 `sweeps.training.fit`, which only `train` imports.
 """
 
-import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from calibeval.io import parse_json
+from sweeps.runs.files import text_of
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
 from sweeps.training import starting_ranks
@@ -75,7 +76,7 @@ def _config_on_disk(model: str) -> dict[str, Any]:
             return {}
         file = Path(cached)
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = parse_json(text_of(file))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
-from calibeval.io import InputError
+from calibeval.io import InputError, regular_file
+from sweeps.runs.files import remove_folder
 from sweeps.runs.run import Run
 from sweeps.training.checkpoint import PART, deleted_on_failure, publish_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset, MicroBatch
@@ -172,7 +173,7 @@ class SweepTrainer(Trainer):
             row = {"step": step, "steps": self.state.max_steps, "epoch": self.state.epoch}
             row.update(logs)
             row["time"] = round(time.time(), 1)
-            with open(self.run.metrics, "a", encoding="utf-8") as file:
+            with open(self.run.metrics, "a", encoding="utf-8", opener=regular_file) as file:
                 file.write(json.dumps(row) + "\n")
         super().log(logs)
 
@@ -210,7 +211,7 @@ class SweepTrainer(Trainer):
         written = part / f"checkpoint-{self.state.global_step}"
         folder = self.run.checkpoints / f"step-{self.state.global_step}"
         if self.is_world_process_zero():
-            shutil.rmtree(part, ignore_errors=True)
+            remove_folder(part)
         self.accelerator.wait_for_everyone()
         with deleted_on_failure(part):
             super()._save_checkpoint(model, trial)

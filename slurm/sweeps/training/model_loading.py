@@ -66,7 +66,7 @@ def load_model(
         model = load(AutoModelForCausalLM, name, what, config=config, dtype=dtype)
     else:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()  # `init_empty_weights` has undone it.
     model_size = model.config.vocab_size
     if tokenizer_size > model_size:

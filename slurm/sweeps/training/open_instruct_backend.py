@@ -19,7 +19,7 @@ import yaml
 from calibeval.io import sha256, write_rows, write_text
 from calibeval.request import Positive
 from sweeps.runs.conversations import rows
-from sweeps.runs.files import read_rows, replace_folder
+from sweeps.runs.files import read_rows, replace_folder, touch
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World, option
 from sweeps.runs.stages import Outcome
@@ -244,7 +244,7 @@ def stop_file_on_signals(stop_file: Path) -> Iterator[None]:
         nonlocal was_made
         if not stop_file.exists():
             was_made = True
-            stop_file.touch()
+            touch(stop_file)
         name = signal.Signals(number).name
         # No print: the signal may have come in the middle of one.
         os.write(1, f"{name}: finetune.py saves after its present update and leaves\n".encode())

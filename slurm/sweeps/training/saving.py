@@ -1,13 +1,12 @@
 """The finished model of a run, in Hugging Face's format."""
 
-import shutil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from sweeps.runs.files import replace_folder
+from sweeps.runs.files import remove_folder, replace_folder
 from sweeps.training.checkpoint import deleted_on_failure
 from sweeps.training.hf_trainer import SweepTrainer
 
@@ -32,7 +31,7 @@ def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> Non
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
-        shutil.rmtree(part, ignore_errors=True)
+        remove_folder(part)
         with deleted_on_failure(part):
             if lora is not None and lora.save == "adapter":
                 model.save_pretrained(str(part), state_dict=weights)
