@@ -498,7 +498,7 @@ def test_relative_paths_begin_where_a_launch_is_typed_and_its_folder_remembers_t
     assert f"device: none in {here}, from" in log
     # A folder's paths begin where it was launched, wherever it is named.
     relative = os.path.relpath(folder, there)
-    assert "1 done" in launch(relative, "--dry-run", cwd=there)
+    assert "report: " in launch(relative, "--executor", "local", cwd=there)
     printed = launch(path, "--dry-run", f"output_root={here / 'out'}", cwd=there)
     remedy = f"was launched from {here}, where its relative paths begin: cd {here}, or give"
     assert f"chats.jsonl: {folder} {remedy}" in printed, printed

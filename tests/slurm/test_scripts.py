@@ -341,7 +341,8 @@ def test_a_planted_folder_cancels_no_other_job(
         (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert slurm.cancel(plan) == ["9"] * is_cancelled
+    cancelled, _ = slurm.cancel(plan, of_whole_folder=True)
+    assert [element.label for element in cancelled] == ["9_0"] * is_cancelled
     assert (tmp_path / "cancelled").exists() is is_cancelled
 
 
