@@ -22,8 +22,8 @@ def use_packed_attention(model: Any) -> Any:
     A padding-free batch is one row of documents end to end, with `cu_seq_lens_q` and
     `max_length_q`, as TRL's and transformers' collators make it. Token i sees token j of its own
     document where i − window < j ≤ i. On a GPU this takes bf16 or fp16. Other batches, of
-    evaluation and generation for example, and batches on a CPU, have their mask written out, which
-    is right and slower.
+    evaluation and generation with transformers' default cache, and batches on a CPU, have their
+    mask written out, which is right and slower.
 
     Raises ValueError for a model whose attention caps its scores, or that does not take other
     attention functions, or has a part that is no text decoder.

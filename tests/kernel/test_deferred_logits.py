@@ -145,7 +145,14 @@ def set_in_place(model, logits):
     return logits
 
 
+def in_place_after_a_view(model, logits):
+    view = logits[:, :-1]
+    logits += model.bias
+    return view
+
+
 REFUSED = {
+    "in place after a view": (in_place_after_a_view, None, "in place after a part"),
     "a trained scale": (lambda model, logits: logits * model.scale, None, "trained"),
     "a scale an entry": (lambda model, logits: logits * model.bias, None, r"tensor of \(67,\)"),
     "capped twice": (lambda model, logits: logits.tanh().tanh(), None, "capped twice"),
@@ -195,6 +202,7 @@ def test_what_cannot_be_followed_is_refused_and_upstream_goes_on(make_logits, ma
 def test_a_given_scale_or_cap_has_to_be_the_models():
     name = "Gemma2ForCausalLM"
     patch_model(tiny(name), softcap=1.5, logit_scale=None)(**batch())
+    patch_model(tiny(name), logit_scale=1.0)(**batch())
     for wrong in ({"softcap": 3.0}, {"softcap": None}, {"logit_scale": 2.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             patch_model(tiny(name), **wrong)(**batch())
@@ -228,6 +236,11 @@ def test_token_weights_are_an_argument_of_the_forward():
     )
     with pytest.raises(ValueError, match="token_weights have lost theirs"):
         patch_model(other)(**data, token_weights=weights)
+    plain = model.eval()(**data).loss
+    assert model(**data, token_weights=torch.ones_like(weights)).loss.item() == pytest.approx(
+        plain.item(), rel=1e-5
+    )
+    assert model(**data, token_weights=weights).loss != plain
 
 
 @pytest.mark.parametrize("first", ["patch", "adapter"])
@@ -271,6 +284,8 @@ def test_a_model_that_accelerate_has_unwrapped(tmp_path):
     assert model(**batch()).loss.dtype == torch.float32
     model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     torch.testing.assert_close(model(**batch()).loss, want)
+    patch_model(model, label_smoothing=BETA)
+    torch.testing.assert_close(model(**batch()).loss, want)
     copied = copy.deepcopy(model)
     copied(**batch()).loss.backward()
     assert copied.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
@@ -293,6 +308,16 @@ def test_a_model_with_hooks_of_accelerates(when):
     torch.testing.assert_close(model(**batch()).loss, want)
     unpatch_model(model)
     torch.testing.assert_close(model(**batch()).loss, tiny()(**batch()).loss)
+
+
+def test_a_forward_that_takes_anything_is_followed():
+    model = tiny()
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    want = expected(model, batch(), BETA)
+    patch_model(model, label_smoothing=BETA)
+    data = batch()
+    torch.testing.assert_close(model(data.pop("input_ids"), **data).loss, want)
 
 
 def test_hooks_on_the_head_never_see_or_change_the_loss():

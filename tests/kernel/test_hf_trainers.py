@@ -450,6 +450,10 @@ def test_another_ignore_index_of_a_later_patch_model_is_refused(way, when, tmp_p
 
     if when == "before training":
         patch_again(model=trainer.model)
+        if way == "callback":  # it patches with its own settings when training begins
+            trainer.train()
+            assert trainer.model.lm_head.settings.ignore_index == -100
+            return
     else:
         trainer.args.max_steps = 2
         patching_again = transformers.TrainerCallback()
@@ -479,6 +483,24 @@ def test_the_callback_refuses_a_step_that_took_another_loss(tmp_path):
     arguments = transformers.TrainingArguments(str(tmp_path), **UPDATE)
     trainer = OwnLoss(tiny(), arguments, train_dataset=uneven_rows(), callbacks=[callback])
     with pytest.raises(ValueError, match="did not ask the model for its loss"):
+        trainer.train()
+
+
+def test_the_callback_trains_with_its_own_settings_whatever_another_has_patched(tmp_path):
+    trainer = with_callback(tmp_path, model=tiny())
+    with_callback(tmp_path, model=trainer.model, beta=0.0)
+    trainer.train()
+    assert trainer.model.lm_head.settings.label_smoothing == BETA
+
+
+def test_a_loss_of_the_trainers_own_beside_metrics_of_the_model_is_seen(tmp_path):
+    """TRL asks the model for its metrics without gradients, which is no training."""
+    trl = trl_of_fused_heads()
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), **more)
+    patch_trainer(trainer, label_smoothing=0.2)
+    trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.mean()
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="did not ask the model"):
         trainer.train()
 
 
@@ -524,7 +546,7 @@ def test_a_trainer_keeps_what_its_model_was_patched_with(tmp_path):
 @pytest.mark.parametrize(
     ("change", "options", "said"),
     [
-        ("compute_loss_func", {}, "compute_loss_func needs logits"),
+        ("compute_loss_func", {}, "compute_loss_func would train another loss"),
         ("", {"label_smoothing": 0.3}, r"label_smoothing=0.3 and .*=0.1 differ"),
         ("gpus", {}, "2 GPUs in one process"),
         ("", {"ignore_index": 0}, "ignore_index must be -100"),

@@ -12,7 +12,7 @@ from smoothce.hf_patch.trainer import is_trls, refuse_arguments, refuse_ignore_i
 
 
 class LossWatch(TrainerCallback):
-    """Raises ValueError where a Trainer trains another model than the patched one, or around it.
+    """Raises ValueError where a Trainer trains a model that is not patched, or around its loss.
 
     `patch_trainer` adds one to the trainer, whose model may be another by the time it trains."""
 
@@ -104,10 +104,14 @@ class SmoothingCallback(LossWatch):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Look at the model once more, which `model_init` has made anew, and others may change."""
+        """Patch once more: `model_init` may have made the model anew, and another trainer may have
+        patched it with other settings."""
         self._check(args)
-        if _patched_forward_in(model) is None:
+        forward = _patched_forward_in(model)
+        if forward is None:
             install(model, self.settings)
+        elif _settings_of(forward) is not self.settings:
+            install(forward.causal, self.settings)
         super().on_train_begin(args, state, control, model, **kwargs)
 
     def _check(self, args: TrainingArguments) -> None:

@@ -32,8 +32,7 @@ class Deferral:
     # (B, T) each, aligned with the logits: each token's weight, and its label.
     token_weights: Tensor | None = None
     aligned_labels: Tensor | None = None
-    # What a mean is divided by in place of its tokens, where the model's forward knows of no such
-    # thing.
+    # `num_items_in_batch`, where the model's forward does not take it: a mean is divided by it.
     divisor: Any = None
     # TRL asks for the sum of losses and for statistics of each token; they are left here.
     with_statistics: bool = False
@@ -56,10 +55,10 @@ class DeferredLogits:
     outer: float | None = None
     token_weights: Tensor | None = None  # (…)
     labels: Tensor | None = None  # (…), those that the token weights belong to
+    # Whether others share its memory: what is done to one in place would be done to all.
+    is_shared: bool = False
 
     requires_grad = True
-    is_sparse = False
-    is_nested = False
 
     # What the model asks of its logits' shape and place.
 
@@ -98,7 +97,9 @@ class DeferredLogits:
     # What leaves the logits' values alone.
 
     def _copied(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
-        return replace(self)
+        copied = replace(self)
+        self.is_shared = True
+        return copied
 
     to = contiguous = clone = type_as = cpu = cuda = float = _copied
 
@@ -114,6 +115,7 @@ class DeferredLogits:
         if labels is not None:
             labels = choose(labels, False)
         hidden = choose(self.hidden, True)
+        self.is_shared = True
         return replace(self, hidden=hidden, token_weights=token_weights, labels=labels)
 
     def __getitem__(self, index: Any) -> "DeferredLogits":
@@ -211,6 +213,8 @@ class DeferredLogits:
     __radd__ = add = __add__
 
     def _become(self, other: "DeferredLogits") -> "DeferredLogits":
+        if self.is_shared:
+            raise CannotDefer("the logits are changed in place after a part of them was taken")
         self.inner = other.inner
         self.bias = other.bias
         self.outer = other.outer
@@ -295,7 +299,7 @@ class DeferredLogits:
             if isinstance(args[0], cls):
                 return getattr(args[0], OPERATIONS[name])(*args[1:], **kwargs)
             if name in COMMUTATIVE:
-                return getattr(args[1], OPERATIONS[name])(args[0])
+                return getattr(args[1], OPERATIONS[name])(args[0], **kwargs)
         raise CannotDefer(f"{name} is called on the logits, which a patched model does not compute")
 
 

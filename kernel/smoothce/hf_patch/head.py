@@ -118,7 +118,7 @@ class LossSettings:
         Evaluation reports a loss without them. Empty where the loss is upstream's."""
         changes = []
         for name in ("label_smoothing", "z_loss"):
-            if getattr(self, name) != 0:
+            if getattr(self, name) != 0 and self.loss is None:
                 changes.append(f"{name}={getattr(self, name)}")
         if self.reduction != "mean":
             changes.append(f"reduction={self.reduction!r}")
@@ -139,7 +139,7 @@ class SmoothedHead(nn.Module):
     anything else runs: no hook, no gathering of the classifier. The call with a LossRequest runs
     them as any call of a module does, which is how ZeRO-3 and FSDP2 gather the classifier."""
 
-    settings: LossSettings
+    settings: Any  # LossSettings; None once the model is unpatched
     deferral: Deferral | None
 
     def __call__(self, hidden: Tensor, *, request: LossRequest | None = None) -> Any:
@@ -170,6 +170,8 @@ class SmoothedHead(nn.Module):
         return {"loss": loss_of(self, hidden, request)}
 
     def extra_repr(self) -> str:
+        if self.settings is None:
+            return super().extra_repr()
         return f"{super().extra_repr()}, loss: {self.settings.describe()}"
 
 
@@ -193,21 +195,20 @@ def patch_head(head: Any, settings: LossSettings) -> None:
 
 def unpatch_head(head: Any) -> None:
     """Undo `patch_head`."""
-    del head.deferral, head.settings
+    head.settings = None
     if "_old_forward" in vars(head):
         head._old_forward = types.MethodType(nn.Linear.forward, head)
     bases = type(head).__bases__
+    # Where FSDP2 has made a class of ours since, ours stays, and does what its base does.
     if bases[0] is SmoothedHead:
+        del head.settings, head.deferral
         head.__class__ = bases[1]
-    else:  # FSDP2 has made a class of the patched one since: take ours out from between
-        without_ours = tuple(nn.Linear if base is SmoothedLinear else base for base in bases)
-        head.__class__ = type(type(head).__name__, without_ours, {})
 
 
 def patched_heads(model: nn.Module) -> Iterator[SmoothedHead]:
     """The patched heads in a model, PEFT's copies of its head too."""
     for module in model.modules():
-        if isinstance(module, SmoothedHead):
+        if isinstance(module, SmoothedHead) and module.settings is not None:
             yield module
 
 
@@ -219,8 +220,8 @@ def loss_of(head: Any, hidden: Tensor, request: LossRequest) -> Tensor:
     labels = request.labels.to(hidden.device)
     reduction = request.reduction
     if deferral.with_smoothing and head.settings.reduction == "sum":
-        if reduction == "none":
-            raise CannotDefer("reduction='sum' cannot be combined with a loss a token")
+        if reduction != "mean":
+            raise CannotDefer("reduction='sum' is asked of a model that reduces its loss itself")
         reduction = "sum"
     divides = deferral.divisor is not None and reduction == "mean"
     if divides:
@@ -241,6 +242,8 @@ def _loss_with_statistics(
 
     A loss of the user's own gives no statistics. Then a pass without gradients gives them."""
     deferral = request.logits.deferral
+    if reduction == "none":
+        raise CannotDefer("TRL asks for one loss of a model that makes one a token")
     if deferral.with_smoothing and head.settings.loss is not None:
         loss_sum = _given_loss(head, hidden, labels, request, "sum")
         with torch.no_grad():
@@ -311,8 +314,8 @@ def _given_loss(
     if logit_scale is not None:
         model_options["logit_scale"] = logit_scale
     valid = labels != request.ignore_index
+    labels = labels.masked_fill(~valid, UPSTREAMS_IGNORE_INDEX)
     labels = torch.where(valid.any(), labels, torch.zeros_like(labels))
-    labels = labels.masked_fill(labels == request.ignore_index, UPSTREAMS_IGNORE_INDEX)
     mean = head.settings.loss(hidden, head.weight, labels, **model_options)
     return mean * (valid.any() if reduction == "mean" else valid.sum())
 
@@ -323,11 +326,10 @@ def _scale_and_cap(
     """The logits' scale and cap, None where there is none.
 
     Raises ValueError where the settings give others than the model has."""
-    logit_scale = None if request.logit_scale == 1 else request.logit_scale
-    softcap = request.softcap
-    _check_given("logit_scale", settings.logit_scale, logit_scale)
-    _check_given("softcap", settings.softcap, softcap)
-    return logit_scale, softcap
+    given_scale = 1.0 if settings.logit_scale is None else settings.logit_scale
+    _check_given("logit_scale", given_scale, request.logit_scale)
+    _check_given("softcap", settings.softcap, request.softcap)
+    return None if request.logit_scale == 1 else request.logit_scale, request.softcap
 
 
 def _check_given(name: str, given: float | str | None, found: float | None) -> None:

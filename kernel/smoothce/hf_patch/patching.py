@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import types
 import warnings
 from typing import Any, Optional
 
@@ -176,14 +177,14 @@ class PatchedForward:
         self.slot = _forward_slot(causal)
         # What was in the place of the class's forward, such as TRL's; None: nothing.
         self.replaced = vars(causal).get(self.slot)
-        signature = inspect.signature(getattr(causal, self.slot))
+        signature = inspect.signature(types.MethodType(type(causal).forward, causal))
         self.positional_names = tuple(
             parameter.name
             for parameter in signature.parameters.values()
             if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         )
         kinds = [parameter.kind for parameter in signature.parameters.values()]
-        # Models of transformers before 4.46 do not.
+        # Whether the forward takes that count of tokens; before transformers 4.46 none did.
         self.takes_items = (
             inspect.Parameter.VAR_KEYWORD in kinds or "num_items_in_batch" in signature.parameters
         )
@@ -240,7 +241,8 @@ class PatchedForward:
         """Put back what was there. Inside a wrapper of somebody else's it stays, and passes on."""
         if self.decoder_hook is not None:
             self.decoder_hook.remove()
-        if vars(self.causal).get(self.slot) is not self:
+        current = vars(self.causal).get(self.slot)
+        if getattr(current, "__func__", current) is not self:
             return
         if self.replaced is None:
             delattr(self.causal, self.slot)
@@ -286,7 +288,7 @@ class PatchedForward:
                 inputs[name] = given.masked_fill(ignored, UPSTREAMS_IGNORE_INDEX)
         if not causal.training and not asked_by_trl:
             self._warn_where_evaluation_trains(settings)
-            if settings.eval_logits:
+            if settings.eval_logits and token_weights is None:
                 return self.upstream(**inputs)
         deferral = Deferral(with_smoothing=causal.training, with_statistics=asked_by_trl)
         if asked_by_trl and causal.training:
@@ -296,7 +298,7 @@ class PatchedForward:
                 token_weights, labels, shift_labels
             )
         outputs = self._deferred(head, deferral, inputs)
-        if causal.training:
+        if causal.training and torch.is_grad_enabled():
             self.gave_loss_in_training = True
         if asked_by_trl:
             return trl_output(deferral, outputs)
@@ -447,7 +449,7 @@ def trl_output(deferral: Deferral, outputs: Any) -> Any:
 
 
 def _decoder_of(causal: Any) -> nn.Module | None:
-    """The module that runs in every forward of the model but is not the model, if there is one."""
+    """The part of the model that makes hidden states, if it has a name that we know."""
     for name in ("base_model", "model"):
         decoder = getattr(causal, name, None)
         if isinstance(decoder, nn.Module) and decoder is not causal:
@@ -458,9 +460,9 @@ def _decoder_of(causal: Any) -> nn.Module | None:
 class DecoderHook:
     """The decoder's forward pre-hook: notices who trains a patched model, but not by its loss.
 
-    A forward that somebody has put in the place of the patched one raises, since it would train
-    without the settings in silence. So do TRL's other trainers, and Liger. Somebody who calls the
-    decoder by himself is warned once."""
+    It raises where somebody has put a forward in the place of the patched one, as TRL's trainers
+    and Liger do, which would train without the settings in silence. Somebody who calls the decoder
+    by himself is warned once. Compiled code has no hook."""
 
     def __init__(self, forward: PatchedForward) -> None:
         self.forward = forward
@@ -476,10 +478,11 @@ class DecoderHook:
                 return
         forward = self.forward
         causal = forward.causal
-        settings: Any = next(patched_heads(causal)).settings
-        left_out = settings.changes_in_training()
+        head: Any = next(patched_heads(causal), None)
+        left_out = "" if head is None else head.settings.changes_in_training()
         if left_out and not forward.is_outermost():
-            other = getattr(vars(causal)[forward.slot], "__func__", vars(causal)[forward.slot])
+            other = vars(causal).get(forward.slot, type(causal).forward)
+            other = getattr(other, "__func__", other)
             raise ValueError(
                 f"{getattr(other, '__globals__', {}).get('__name__', other)} has replaced the "
                 f"forward of {type(causal).__name__} and trains it without {left_out}: for TRL's "

@@ -92,7 +92,7 @@ def _refuse_other_trl(trainer: Any) -> None:
     """Raises ValueError for TRL's trainers of losses of their own, such as its DPOTrainer, and for
     the SFTTrainer of a version that asks its model for the loss in another way."""
     names = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
-    if "SFTTrainer" not in names:
+    if names[0] != "SFTTrainer":  # some of TRL's others derive from it
         raise ValueError(
             f"TRL's {names[0]} computes a loss of its own, which would ignore label_smoothing; "
             "only its SFTTrainer trains with this one"
@@ -115,7 +115,9 @@ def _refuse_trainer(trainer: Any, settings: LossSettings) -> None:
             "label_smoothing=…)] instead of patch_trainer"
         )
     if getattr(trainer, "compute_loss_func", None) is not None:
-        raise ValueError("the trainer's compute_loss_func needs logits, which never exist: drop it")
+        raise ValueError(
+            "the trainer's compute_loss_func would train another loss than the settings': drop it"
+        )
     if not settings.eval_logits and not is_trls(trainer):
         for name in ("compute_metrics", "preprocess_logits_for_metrics"):
             if getattr(trainer, name, None) is not None:

@@ -602,10 +602,15 @@ def _advice(plan: SweepPlan, statuses: list[Status], slurm: SlurmView) -> str:
     """What to type next, if anything is to be typed."""
     states = {status.state for status in statuses}
     launch = cli_command("launch", plan.folder)
+    if not (plan.folder / "jobs").is_dir():  # nothing was ever queued
+        launch += " --executor local"
     if slurm.error:
         return f"{slurm.error}; what is queued is not known"
     if State.DEAD in states:
-        return f"Fix the cause shown above, then type: {launch}"
+        return (
+            f"Fix the cause shown above, then type: {launch}\n"
+            "(or launch the sweep's file, where you have changed that)"
+        )
     if State.STOPPED in states:
         return f"To go on: {launch}"
     if slurm.live_element_of and slurm.collect_job is None:

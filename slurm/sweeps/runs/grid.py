@@ -143,8 +143,9 @@ def plan_to_look_at(source: Path, assignments: list[str]) -> SweepPlan:
 
     A folder may be anybody's: its launched.yaml may name any module. See `plan_from_folder`.
     """
-    _, sweep, _, _ = _read_sweep(source, assignments)
-    if source.is_dir() and sweep.backend not in built_in_backends():
+    folder = source.parent if _is_run_folder(source) else source
+    _, sweep, _, _ = _read_sweep(folder, assignments)
+    if folder.is_dir() and sweep.backend not in built_in_backends():
         return plan_from_folder(source, assignments)
     return plan_sweep(source, assignments)
 
