@@ -159,9 +159,10 @@ case $action,$patched_already in
   reverse,no) echo "not patched, nothing to undo: $checkout"; exit ;;
   reverse,yes) result=$unpatched ;;
 esac
-cp -p "$target" "$target.new"
-cat "$result" > "$target.new"
-mv "$target.new" "$target"
+new=$(mktemp "$target.XXXXXX") # a name that nobody can have put a link at
+cp -p "$target" "$new"
+cat "$result" > "$new"
+mv "$new" "$target"
 [ "$action" = reverse ] && { echo "patches undone: $checkout"; exit; }
 needs="the packages smoothce and smoothed-open-instruct, from where this script is from"
 project=$(dirname "$here")

@@ -302,10 +302,12 @@ def _status(parsed: argparse.Namespace) -> None:
     text, goes_on = status.table_of_now(plan)
     clear = CLEAR_SCREEN if parsed.follow and sys.stdout.isatty() else ""
     while parsed.follow and goes_on:
-        show(f"{clear}{text}")
+        print(clear, end="")
+        show(text)
         time.sleep(FOLLOW_PAUSE)
         text, goes_on = status.table_of_now(plan)
-    show(f"{clear}{text}")
+    print(clear, end="")
+    show(text)
 
 
 def _logs(parsed: argparse.Namespace) -> None:

@@ -601,7 +601,9 @@ def cancel(plan: SweepPlan, of_whole_folder: bool) -> tuple[list[LiveElement], l
     live = []
     for element in live_elements(plan.folder):
         names = plan.folder / "jobs" / element.tag / "names"
-        if names.stat().st_uid == os.getuid():
+        # A link could lead to a file of mine that belongs to another sweep.
+        is_mine = names.lstat().st_uid == os.getuid() and not names.is_symlink()
+        if is_mine and "/" not in (element.run or ""):
             live.append(element)
         else:  # another user has launched it; or has made the folder for a job that is no sweep's
             remedy = f"if it is yours all the same: scancel {element.label}"

@@ -248,8 +248,7 @@ def _live_element(
 def cluster_of_job(job_folder: Path) -> str | None:
     """The cluster to which a launch has handed a folder's job, as its profile says."""
     with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
-        text = (job_folder / "profile.yaml").read_text("utf-8")
-        profile, _ = parse(text, str(job_folder / "profile.yaml"))
+        profile, _ = parse(text_of(job_folder / "profile.yaml"), str(job_folder / "profile.yaml"))
         return profile.get("clusters")
     return None
 
