@@ -279,6 +279,7 @@ def test_a_model_that_accelerate_has_unwrapped(tmp_path):
     """`keep_fp32_wrapper=False` binds the forward anew, to this model or to a copy of it."""
     accelerate = pytest.importorskip("accelerate")
     want = patch_model(tiny(), label_smoothing=BETA)(**batch()).loss
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of other tests
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     model = accelerator.prepare_model(patch_model(tiny(), label_smoothing=BETA))
     assert model(**batch()).loss.dtype == torch.float32
