@@ -194,7 +194,7 @@ def main(folder: Path) -> int:
             chaos.until_empty()
             if all(run.done for run in plan.runs):
                 break
-        last_launch = sweep_tools.launch(config, "--executor", "slurm").splitlines()[0]
+        last_launch = sweep_tools.launch(config, "--executor", "slurm")
     finally:
         subprocess.run([sweep_tools.CLUSTER, "stop", slurm], check=False)
     restarts = sum(len(sweep_tools.rows(run, "began")) - 1 for run in plan.runs)
@@ -203,7 +203,7 @@ def main(folder: Path) -> int:
         if run.done and sweep_tools.equal(run, calm):
             same += 1
     print(f"{same}/{RUNS} with the undisturbed run's weights bit for bit")
-    print(f"{restarts} restarts; {chaos.counts}; launched again: {last_launch}")
+    print(f"{restarts} restarts; {chaos.counts}; launched again: {last_launch.splitlines()[-1]}")
     arrived = same == RUNS and "nothing to add" in last_launch
     return 0 if arrived else 1
 

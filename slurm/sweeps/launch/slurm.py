@@ -384,7 +384,10 @@ def _submit_jobs(
                 return submitted, str(error)
             raise
         except InputError as error:
-            (job_folder / "names").unlink()  # so that nobody asks Slurm, or this cluster, for it
+            if "clusters: found" in str(error):
+                # Else every look would ask a cluster that is not there. A refusal of another kind
+                # may come of a job that Slurm has taken all the same.
+                (job_folder / "names").unlink()
             if job.kind is JobKind.COLLECT:
                 return submitted, str(error)
             refusal = str(error)
