@@ -280,5 +280,5 @@ def test_lightning(world):
     for name, beta in (("loss", 0.2), ("validation_loss", 0.0)):
         want = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=beta)
         torch.testing.assert_close(trainer.callback_metrics[name], want, rtol=1e-4, atol=1e-5)
-    assert module.model.lm_head._smoothce_head_forward.settings.options.label_smoothing == 0.2
+    assert module.model.lm_head.settings.label_smoothing == 0.2
     assert "loss" in run("lightning_sft.py", world / "model")
