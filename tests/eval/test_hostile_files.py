@@ -8,8 +8,6 @@ from calibeval import task_files
 from calibeval.io import InputError, json_lines, parse_json, printable
 from calibeval.request import Task
 from calibeval.tasks import load
-from sweeps.runs.files import read_rows
-from sweeps.runs.yaml_io import parse
 
 DEEP = "[" * 200_000
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -36,7 +34,6 @@ def task_file(tmp_path):
 def test_json_that_is_nested_without_end_is_no_json(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(f"{DEEP}\n")
-    assert read_rows(file) == []  # as any damaged row
     with pytest.raises(InputError, match="line 1: not JSON"):
         list(json_lines(file))
     with pytest.raises(ValueError, match="nested too deep"):
@@ -45,8 +42,6 @@ def test_json_that_is_nested_without_end_is_no_json(tmp_path):
 
 @pytest.mark.parametrize("text", [ALIASES, f"a: {DEEP}"], ids=["aliases", "deep"])
 def test_yaml_without_end_is_refused_in_time(task_file, text):
-    with pytest.raises(InputError, match=r"sweep\.yaml:.*(aliases|nesting depth)"):
-        parse(text, "sweep.yaml")
     path = task_file(text)
     with pytest.raises(InputError, match=f"{path}: nested too deep, or by aliases"):
         task_files.read(path)

@@ -1,0 +1,25 @@
+"""Files of a sweep's folder that are somebody else's end in one line, in time."""
+
+import pytest
+
+from calibeval.io import InputError
+from sweeps.runs.files import read_rows
+from sweeps.runs.yaml_io import parse
+
+DEEP = "[" * 200_000
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def test_a_row_that_is_nested_without_end_is_a_damaged_row(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{DEEP}\n")
+    assert read_rows(file) == []
+
+
+@pytest.mark.parametrize("text", [ALIASES, f"a: {DEEP}"], ids=["aliases", "deep"])
+def test_yaml_without_end_is_refused_in_time(text):
+    with pytest.raises(InputError, match=r"sweep\.yaml:.*(aliases|nesting depth)"):
+        parse(text, "sweep.yaml")
