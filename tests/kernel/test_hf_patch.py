@@ -304,3 +304,22 @@ def test_the_smoothing_target_is_copied_to_the_gpu_once():
         for _ in range(3):
             model(**data).loss.backward()
     assert copied.count(("cpu", "cuda")) == 1
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_evaluation_with_token_weights_has_logits(return_dict):
+    model = tiny().eval()
+    data = batch()
+    weights = torch.rand(data["labels"].shape)
+    with torch.no_grad():
+        want = model(**data).logits
+        patch_model(model, label_smoothing=0.1)
+        outputs = model(**data, token_weights=weights, return_dict=return_dict)
+    logits = outputs.logits if return_dict else outputs[1]
+    torch.testing.assert_close(logits, want)
+
+
+def test_a_sum_and_an_auxiliary_loss_are_refused_without_names_too():
+    model = patch_model(tiny("MixtralForCausalLM"), label_smoothing=0.1, reduction="sum")
+    with pytest.raises(ValueError, match="auxiliary loss"):
+        model(**batch(), output_router_logits=True, return_dict=False)

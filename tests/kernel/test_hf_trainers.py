@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from smoothce import patch_model, patch_trainer, unpatch_model
+from smoothce.hf_patch.head import LossSettings
+from smoothce.hf_patch.patching import install
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -398,6 +400,12 @@ def test_the_callback_patches_a_model_that_mixed_precision_has_wrapped(how, tmp_
     assert losses[0] == losses[1]
 
 
+def test_patch_trainer_refuses_a_trainer_whose_callback_would_patch_the_model_anew(tmp_path):
+    trainer = with_callback(tmp_path, model=tiny(), arguments={}, beta=0.1)
+    with pytest.raises(ValueError, match="has a SmoothingCallback"):
+        patch_trainer(trainer, label_smoothing=0.2)
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_patch_trainer_refuses_a_trainer_that_makes_another_model_when_it_trains(bf16, tmp_path):
     trainer = with_callback(
@@ -436,35 +444,21 @@ def test_the_callback_refuses_another_ignore_index():
         SmoothingCallback(label_smoothing=0.1, ignore_index=5)
 
 
-@pytest.mark.parametrize("when", ["before training", "while it trains"])
-@pytest.mark.parametrize("way", ["callback", "patch_trainer"])
-def test_another_ignore_index_of_a_later_patch_model_is_refused(way, when, tmp_path):
+def test_another_ignore_index_of_a_later_patch_model_is_refused(tmp_path):
     """The trainer would divide by a number of labels among which are those that do not count."""
-    if way == "callback":
-        trainer = with_callback(tmp_path, model=tiny())
-    else:
-        trainer = patch_trainer(trainer_without(tmp_path), label_smoothing=BETA)
-
-    def patch_again(*args, model=None, **kwargs):
-        patch_model(model, label_smoothing=BETA, ignore_index=5)
-
-    if when == "before training":
-        patch_again(model=trainer.model)
-        if way == "callback":  # it patches with its own settings when training begins
-            trainer.train()
-            assert trainer.model.lm_head.settings.ignore_index == -100
-            return
-    else:
-        trainer.args.max_steps = 2
-        patching_again = transformers.TrainerCallback()
-        patching_again.on_step_end = patch_again
-        trainer.add_callback(patching_again)
+    trainer = patch_trainer(trainer_without(tmp_path), label_smoothing=BETA)
+    patch_model(trainer.model, label_smoothing=BETA, ignore_index=5)
     with pytest.raises(ValueError, match="ignore_index must be -100, the trainer's, not 5"):
         trainer.train()
-    if when == "while it trains":
-        trainer.remove_callback(patching_again)
     patch_trainer(trainer, ignore_index=-100).train()
     assert trainer.state.global_step == trainer.args.max_steps
+
+
+def test_the_callback_sets_the_model_anew_when_training_begins(tmp_path):
+    trainer = with_callback(tmp_path, model=tiny())
+    patch_model(trainer.model, label_smoothing=BETA, ignore_index=5)
+    trainer.train()
+    assert trainer.model.lm_head.settings.ignore_index == -100
 
 
 def test_the_callback_refuses_a_trainer_that_smooths_by_itself(tmp_path):
@@ -675,7 +669,7 @@ def test_trls_output_has_the_loss_that_trl_reads_under_sequence_parallelism():
 
     theirs = tiny("OlmoeForCausalLM")
     add_fused_lm_head(theirs)
-    ours = patch_model(tiny("OlmoeForCausalLM"), label_smoothing=0.0)
+    ours = install(tiny("OlmoeForCausalLM"), LossSettings(), for_trl=True)
     for divisor in ({}, {"num_items_in_batch": 3}, {"output_router_logits": True}):
         want = theirs(**batch(), **divisor, fused_lm_head=True).loss
         found = ours(**batch(), **divisor, fused_lm_head=True).loss

@@ -34,6 +34,7 @@ class LossWatch(TrainerCallback):
                 "longer patched, and would train without its settings: call patch_trainer once the "
                 "trainer has its model, or give callbacks=[SmoothingCallback(label_smoothing=…)]"
             )
+        refuse_ignore_index(_settings_of(self.forward).ignore_index)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -44,7 +45,6 @@ class LossWatch(TrainerCallback):
         self.forward = PatchedForward.of(self.forward.causal)
         if self.forward is None:
             return
-        refuse_ignore_index(_settings_of(self.forward).ignore_index)
         self.forward.gave_loss_in_training = False
 
     def on_step_end(
@@ -68,7 +68,8 @@ class SmoothingCallback(LossWatch):
 
         Trainer(model, TrainingArguments(…), callbacks=[SmoothingCallback(label_smoothing=0.1)], …)
 
-    `TrainingArguments.label_smoothing_factor` stays 0. The other keywords are `patch_model`'s.
+    `TrainingArguments.label_smoothing_factor` stays 0. The other keywords are `patch_model`'s, and
+    replace what an earlier `patch_model` has set.
     Serves every trainer that leaves the loss to its model, LLaMA-Factory's and ms-swift's too; for
     TRL's `SFTTrainer`, which does not, there is `patch_trainer`. Evaluation reports the loss
     without smoothing.

@@ -364,7 +364,7 @@ def _token_weights(request: LossRequest) -> Tensor | None:
         counts = labels != request.ignore_index
         if not torch.equal(labels[counts], expected[counts]):
             raise CannotDefer("the model moves its labels, so that token_weights have lost theirs")
-    return weights
+    return weights.to(request.logits.device)
 
 
 def _target_on(head: Any, device: torch.device) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from smoothce.hf_patch.deferred_logits import Deferral
+from smoothce.hf_patch.deferred_logits import Deferral, DeferredLogits
 from smoothce.hf_patch.head import (
     UPSTREAMS_IGNORE_INDEX,
     LossSettings,
@@ -302,6 +302,8 @@ class PatchedForward:
             self.gave_loss_in_training = True
         if asked_by_trl:
             return trl_output(deferral, outputs)
+        if not causal.training and settings.eval_logits:
+            return _with_dense_logits(outputs)
         return outputs
 
     def _without_labels(self, inputs: dict[str, Any], settings: LossSettings) -> Any:
@@ -341,8 +343,13 @@ class PatchedForward:
                 "head's logits, and not by one, so that patch_model cannot change it (where TRL's "
                 "SFTTrainer is the cause, call smoothce.patch_trainer(trainer))"
             )
-        auxiliary = getattr(outputs, "aux_loss", None)
-        if deferral.with_smoothing and settings.reduction == "sum" and auxiliary is not None:
+        has_auxiliary = getattr(outputs, "aux_loss", None) is not None
+        if isinstance(outputs, tuple):  # return_dict=False
+            asked = inputs.get("output_router_logits")
+            config = getattr(self.causal, "config", None)
+            of_config = getattr(config, "output_router_logits", False)
+            has_auxiliary = of_config if asked is None else asked
+        if deferral.with_smoothing and settings.reduction == "sum" and has_auxiliary:
             raise ValueError(
                 f"{name} adds an auxiliary loss, which is a mean, and reduction='sum' makes a sum "
                 "of its loss: use reduction='mean', or turn output_router_logits off"
@@ -412,6 +419,17 @@ def _aligned(
         return token_weights, shift_labels
     next_weights = F.pad(token_weights[..., 1:], (0, 1))
     return next_weights, F.pad(of_labels[..., 1:], (0, 1), value=UPSTREAMS_IGNORE_INDEX)
+
+
+def _with_dense_logits(outputs: Any) -> Any:
+    """A forward's outputs, with its deferred logits computed."""
+    if isinstance(outputs, tuple):
+        return tuple(
+            output.dense() if isinstance(output, DeferredLogits) else output for output in outputs
+        )
+    if isinstance(outputs.logits, DeferredLogits):
+        outputs.logits = outputs.logits.dense()
+    return outputs
 
 
 def refuse_sum_under_trl(settings: LossSettings) -> None:

@@ -46,7 +46,16 @@ def patch_trainer(trainer: AnyTrainer, **keywords: Unpack[PatchSettings]) -> Any
     trains, the trainer raises ValueError for another model than the patched one, and after a step
     that did not ask the model for its loss, where the settings change that loss.
     """
+    # Imported here, since it imports transformers, which `patch_model` does without.
+    from smoothce.hf_patch.callback import LossWatch, SmoothingCallback
+
     trainer_: Any = trainer
+    callbacks = trainer_.callback_handler.callbacks
+    if any(isinstance(callback, SmoothingCallback) for callback in callbacks):
+        raise ValueError(
+            "the trainer has a SmoothingCallback, which gives the model its own settings when "
+            "training begins: use the callback or patch_trainer, not both"
+        )
     settings = _combined(trainer_.model, trainer_.args.label_smoothing_factor, keywords)
     for_trl = is_trls(trainer_)
     if for_trl:
@@ -56,10 +65,6 @@ def patch_trainer(trainer: AnyTrainer, **keywords: Unpack[PatchSettings]) -> Any
     _refuse_trainer(trainer_, settings)
     install(trainer_.model, settings, for_trl=for_trl)
     trainer_.label_smoother = None
-    # Imported here, since it imports transformers, which `patch_model` does without.
-    from smoothce.hf_patch.callback import LossWatch
-
-    callbacks = trainer_.callback_handler.callbacks
     if not any(isinstance(callback, LossWatch) for callback in callbacks):
         trainer_.add_callback(LossWatch())
     return trainer
