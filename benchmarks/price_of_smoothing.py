@@ -30,7 +30,8 @@ def main() -> int:
         sys.path.insert(0, package)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     names = [name for name in arguments.trainers if training.TRAINERS[name].in_one_pass]
-    print("| model | trainer | tokens/s, each round | price, median (least, most) |\n|---|---|---|---|")
+    print("| model | trainer | tokens/s, each round | price, median (least, most) |")
+    print("|---|---|---|---|")
     for model_name in arguments.models:
         folder = training.model_folder(model_name, arguments)
         training.write_tokenizer(model_name, arguments, folder)
@@ -67,7 +68,9 @@ def trainer_of(model_name: str, trainer_name: str, arguments: Namespace) -> tupl
     clock = training.stopwatch()
     folder = training.model_folder(model_name, arguments)
     rows = folder / "tokens.jsonl"
-    rows.write_text("".join(f"{json.dumps(row)}\n" for row in training.tokenized(model_name, arguments)))
+    with open(rows, "w", encoding="utf-8") as out:
+        for row in training.tokenized(model_name, arguments):
+            out.write(f"{json.dumps(row)}\n")
     trainer = SFTTrainer(
         model,
         args=training.trl_config(model_name, trainer_name, arguments),
