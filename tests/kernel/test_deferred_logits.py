@@ -48,8 +48,12 @@ def as_they_are(model, logits):
     return logits
 
 
+def cross_entropy(logits, labels, **options):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
 def shifted_mean(logits, labels, mask):
-    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].flatten())
+    return cross_entropy(logits[:, :-1], labels[:, 1:])
 
 
 def compare(model, data, **inputs):
@@ -97,26 +101,26 @@ def of_masked_tokens(logits, labels, mask):
     return torch.nn.CrossEntropyLoss()(logits[..., :-1, :][chosen], labels[:, 1:][chosen])
 
 
+def of_another_ignored_token(logits, labels, mask):
+    targets = labels[:, 1:].clamp(min=0).flatten()
+    return F.cross_entropy(logits[:, :-1].reshape(-1, logits.size(-1)), targets, ignore_index=0)
+
+
+def weighed_by_token(logits, labels, mask):
+    each = cross_entropy(logits[:, :-1], labels[:, 1:], reduction="none")
+    return (each * torch.linspace(0, 1, 24)).sum()
+
+
 LOSSES = {
     "masked": of_masked_tokens,
-    "flattened": lambda logits, labels, mask: F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    ),
     "transposed": lambda logits, labels, mask: F.cross_entropy(
         logits[:, :-1].transpose(0, 1).reshape(-1, VOCABULARY), labels[:, 1:].T.flatten()
     ),
     "of the last row": lambda logits, labels, mask: F.cross_entropy(
         logits[-1, :-1], labels[-1, 1:]
     ),
-    "another token ignored": lambda logits, labels, mask: F.cross_entropy(
-        logits[:, :-1].reshape(-1, logits.size(-1)),
-        labels[:, 1:].clamp(min=0).flatten(),
-        ignore_index=0,
-    ),
-    "weighed by token": lambda logits, labels, mask: (
-        F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-        * torch.linspace(0, 1, 24)
-    ).sum(),
+    "another token ignored": of_another_ignored_token,
+    "weighed by token": weighed_by_token,
 }
 
 
@@ -132,14 +136,6 @@ def test_an_argument_of_a_subclass_counts():
     compare(with_loss(as_they_are), batch(), loss_scale=2.0)
 
 
-def log_probabilities(logits, labels, mask):
-    return F.nll_loss(logits[:, :-1].flatten(0, 1).log_softmax(-1), labels[:, 1:].flatten())
-
-
-def twice(logits, labels, mask):
-    return shifted_mean(logits, labels, mask) + shifted_mean(logits, labels, mask)
-
-
 def set_in_place(model, logits):
     logits[..., 0] = -100.0
     return logits
@@ -151,50 +147,44 @@ def in_place_after_a_view(model, logits):
     return view
 
 
+def viewed_within_the_vocabulary(logits, labels, mask):
+    return F.cross_entropy(logits.view(-1), labels.flatten())
+
+
+def of_log_probabilities(logits, labels, mask):
+    return F.nll_loss(logits.flatten(0, 1).log_softmax(-1), labels.flatten())
+
+
 REFUSED = {
-    "in place after a view": (in_place_after_a_view, None, "in place after a part"),
-    "a trained scale": (lambda model, logits: logits * model.scale, None, "trained"),
-    "a scale an entry": (lambda model, logits: logits * model.bias, None, r"tensor of \(67,\)"),
-    "capped twice": (lambda model, logits: logits.tanh().tanh(), None, "capped twice"),
-    "a bias after the cap": (lambda model, logits: logits.tanh() + model.bias, None, "no bias"),
-    "another activation": (lambda model, logits: torch.sigmoid(logits), None, "sigmoid"),
-    "subtracted": (lambda model, logits: logits - model.bias, None, "__sub__"),
-    "set in place": (set_in_place, None, "__setitem__"),
-    "a part of the vocabulary": (lambda model, logits: logits[..., :9], None, "part of the voc"),
-    "a part in a view": (
-        lambda model, logits: logits,
-        lambda logits, labels, mask: F.cross_entropy(logits.view(-1), labels.flatten()),
-        "viewed",
-    ),
-    "log probabilities": (as_they_are, log_probabilities, r"\.log_softmax is read"),
-    "two losses": (as_they_are, twice, "by 2 cross-entropies"),
-    "no loss of logits": (
-        as_they_are,
-        lambda *_: torch.zeros((), requires_grad=True),
-        "by 0 cross",
-    ),
+    "in place after a view": (in_place_after_a_view, None),
+    "a trained scale": (lambda model, logits: logits * model.scale, None),
+    "a scale an entry": (lambda model, logits: logits * model.bias, None),
+    "capped twice": (lambda model, logits: logits.tanh().tanh(), None),
+    "a bias after the cap": (lambda model, logits: logits.tanh() + model.bias, None),
+    "another activation": (lambda model, logits: torch.sigmoid(logits), None),
+    "subtracted": (lambda model, logits: logits - model.bias, None),
+    "set in place": (set_in_place, None),
+    "a part of the vocabulary": (lambda model, logits: logits[..., :9], None),
+    "a part in a view": (as_they_are, viewed_within_the_vocabulary),
+    "log probabilities": (as_they_are, of_log_probabilities),
+    "two losses": (as_they_are, lambda *loss: shifted_mean(*loss) + shifted_mean(*loss)),
+    "no loss of logits": (as_they_are, lambda *_: torch.zeros((), requires_grad=True)),
     "classes weighed": (
         as_they_are,
-        lambda logits, labels, mask: F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), weight=torch.ones(VOCABULARY)
-        ),
-        "weighs its classes",
+        lambda logits, labels, mask: cross_entropy(logits, labels, weight=torch.ones(VOCABULARY)),
     ),
     "smoothed already": (
         as_they_are,
-        lambda logits, labels, mask: F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1
-        ),
-        "smooths its labels itself",
+        lambda logits, labels, mask: cross_entropy(logits, labels, label_smoothing=0.1),
     ),
 }
 
 
-@pytest.mark.parametrize(("make_logits", "make_loss", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_followed_is_refused_and_upstream_goes_on(make_logits, make_loss, message):
+@pytest.mark.parametrize(("make_logits", "make_loss"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_followed_is_refused_and_upstream_goes_on(make_logits, make_loss):
     model = with_loss(make_logits, make_loss)
     patch_model(model, label_smoothing=BETA)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="logits|smooths its labels"):
         model(**batch())
     assert isinstance(unpatch_model(model)(batch()["input_ids"]).logits, torch.Tensor)
 
@@ -214,32 +204,23 @@ def test_token_weights_are_an_argument_of_the_forward():
     assert "token_weights" in inspect.signature(model.forward).parameters
     weights = torch.rand(data["labels"].shape)
     logits = tiny()(data["input_ids"], attention_mask=data["attention_mask"]).logits
-    each = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1),
-        data["labels"][:, 1:].flatten(),
-        label_smoothing=BETA,
-        reduction="none",
-    )
-    valid = (data["labels"][:, 1:] != -100).flatten()
-    want = (each * weights[:, 1:].flatten()).sum() / weights[:, 1:].flatten()[valid].sum()
+    targets = data["labels"][:, 1:]
+    each = cross_entropy(logits[:, :-1], targets, label_smoothing=BETA, reduction="none")
+    kept = weights[:, 1:][targets != -100].sum()
+    want = (each * weights[:, 1:].flatten()).sum() / kept
     torch.testing.assert_close(model(**data, token_weights=weights).loss, want)
     if V5:
-        shifted = F.pad(data["labels"][:, 1:], (0, 1), value=-100)
+        shifted = F.pad(targets, (0, 1), value=-100)
         moved = F.pad(weights[:, 1:], (0, 1))
         given = {**data, "shift_labels": shifted, "token_weights": moved}
         torch.testing.assert_close(model(**given).loss, want)
-    with pytest.raises(ValueError, match=r"token_weights must have the labels' shape \(3, 9\)"):
+    with pytest.raises(ValueError, match="token_weights"):
         model(**data, token_weights=weights[:, 1:])
-    other = with_loss(
-        as_they_are,
-        lambda logits, labels, mask: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
-    )
-    with pytest.raises(ValueError, match="token_weights have lost theirs"):
+    other = with_loss(as_they_are, lambda logits, labels, mask: cross_entropy(logits, labels))
+    with pytest.raises(ValueError, match="token_weights"):
         patch_model(other)(**data, token_weights=weights)
     plain = model.eval()(**data).loss
-    assert model(**data, token_weights=torch.ones_like(weights)).loss.item() == pytest.approx(
-        plain.item(), rel=1e-5
-    )
+    torch.testing.assert_close(model(**data, token_weights=torch.ones_like(weights)).loss, plain)
     assert model(**data, token_weights=weights).loss != plain
 
 
@@ -331,49 +312,36 @@ def test_hooks_on_the_head_never_see_or_change_the_loss():
     looks.remove()
     for change in (lambda *_: torch.ones(()), lambda module, inputs, output: output["loss"]):
         hook = model.lm_head.register_forward_hook(change)
-        with pytest.raises(ValueError, match="a forward hook on the head"):
+        with pytest.raises(ValueError, match="hook on the head"):
             model(**batch())
         hook.remove()
-    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
-    with pytest.raises(TypeError):
-        model(**batch())
-    hook.remove()
-    model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
     plain = tiny()
-    plain.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    for head in (model.lm_head, plain.lm_head):
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
     torch.testing.assert_close(model(**batch()).loss, expected(plain, batch(), BETA))
 
 
 def test_logits_after_a_step_are_computed_where_they_are_asked_for():
-    model = patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=BETA)
-    outputs = model(**batch())
+    outputs = patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=BETA)(**batch())
     assert outputs.logits.shape == (3, 9, VOCABULARY)
-    torch.testing.assert_close(
-        outputs.logits.dense(), tiny("Gemma2ForCausalLM")(**batch()).logits.detach()
-    )
-    assert not outputs.logits.dense().requires_grad
-    with pytest.raises(ValueError, match=r"\.argmax is read of the logits.*\.dense\(\)"):
+    want = tiny("Gemma2ForCausalLM")(**batch()).logits.detach()
+    torch.testing.assert_close(outputs.logits.dense(), want)
+    with pytest.raises(ValueError, match=r"\.argmax .*\.dense\(\)"):
         outputs.logits.argmax(-1)
     assert not hasattr(outputs.logits, "argmax")
 
 
-def test_a_patched_model_says_so(caplog):
+def test_a_patched_model_says_so_until_its_head_is_replaced(caplog):
     caplog.set_level("INFO", logger="smoothce")
-    model = patch_model(tiny(), label_smoothing=BETA, filter_eps=0.01)
-    (record,) = caplog.records
-    assert record.getMessage() == "LlamaForCausalLM: label_smoothing=0.2, filter_eps=0.01"
-    assert "label_smoothing=0.2" in repr(model)
-    assert explain(model).startswith("LlamaForCausalLM trains with label_smoothing=0.2")
-    with pytest.raises(TypeError, match="LlamaForCausalLM is not patched"):
-        explain(unpatch_model(model))
-
-
-def test_a_head_that_was_replaced_since_is_named():
     model = patch_model(tiny(), label_smoothing=BETA)
+    for said in (caplog.text, repr(model), explain(model)):
+        assert "label_smoothing=0.2" in said
     model.resize_token_embeddings(VOCABULARY + 1)
-    with pytest.raises(TypeError, match="head was replaced after patch_model"):
+    with pytest.raises(TypeError, match="head was replaced"):
         model(**batch())
     unpatch_model(model)(**batch())
+    with pytest.raises(TypeError, match="not patched"):
+        explain(model)
 
 
 def test_who_trains_around_the_loss_is_told():
@@ -400,28 +368,6 @@ def test_who_trains_around_the_loss_is_told():
     model.forward = another_forward.__get__(model)
     with pytest.raises(ValueError, match=r"without label_smoothing=0.2.*unpatch_model\(model\)"):
         model.train()(**data)
-
-
-class TakesNoItems(transformers.LlamaForCausalLM):
-    """As models of transformers before 4.46."""
-
-    def forward(self, input_ids, attention_mask=None, labels=None):
-        return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
-
-
-@pytest.mark.parametrize("architecture", [transformers.LlamaForCausalLM, TakesNoItems])
-@pytest.mark.parametrize("items", [7.0, torch.tensor(7.0), torch.tensor(0.75)])
-def test_a_count_of_items_may_be_a_float_and_need_not_be_known(items, architecture):
-    """It is a fraction where trainers divide by ranks and micro-batches once more."""
-    model = patch_model(tiny_models.tiny_of(architecture), label_smoothing=BETA)
-    want = expected(tiny(), batch(), BETA, "sum") / items
-    torch.testing.assert_close(model(**batch(), num_items_in_batch=items).loss, want)
-
-
-def test_a_sum_beside_an_auxiliary_loss_is_refused():
-    model = patch_model(tiny("MixtralForCausalLM", output_router_logits=True), reduction="sum")
-    with pytest.raises(ValueError, match="output_router_logits"):
-        model(**batch())
 
 
 @pytest.mark.skipif(not hasattr(transformers, "PaliGemmaConfig"), reason="an older transformers")
@@ -478,13 +424,14 @@ def test_a_saved_model_comes_back_patched():
 
 
 @pytest.mark.skipif(not V5, reason="older models call CrossEntropyLoss, which breaks the graph")
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM"])
-def test_a_compiled_forward_is_one_graph(name):
-    model, data = patch_model(tiny(name), label_smoothing=BETA), batch()
-    outputs = model(**data)
-    want = gradients(model, outputs.loss)
+def test_a_compiled_forward_is_one_graph():
+    """Under a softcap and autocast."""
+    model = patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=BETA)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = compiled(**data)
-    torch.testing.assert_close(found.loss, outputs.loss)
-    torch.testing.assert_close(found.logits.dense(), outputs.logits.dense())
-    assert_same(gradients(model, found.loss), want)
+    found = []
+    for each in (compiled, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = each(**batch())
+        found.append([outputs.loss.detach(), outputs.logits.dense()])
+        found[-1] += gradients(model, outputs.loss).values()
+    torch.testing.assert_close(*found)

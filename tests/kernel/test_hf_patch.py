@@ -14,59 +14,44 @@ transformers = pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
 from tiny_models import VOCABULARY, assert_same, batch, expected, gradients, tiny  # noqa: E402
 
+# One a way of making logits and losses; all classes are in test_families.py, which is slow.
+MIXTURES = ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "OlmoeForCausalLM"]
 FAMILIES = [
     "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "GemmaForCausalLM",
     "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "OlmoForCausalLM",
-    "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoeForCausalLM",
-    "SmolLM3ForCausalLM",
-    "Phi3ForCausalLM",
     "CohereForCausalLM",
     "GraniteForCausalLM",
+    *MIXTURES,
 ]
+# GPT-2's decoder has another name, Mamba's no past_key_values, GPT-NeoX's head another.
+OTHER_NAMES = ["GPT2LMHeadModel", "MambaForCausalLM", "GPTNeoXForCausalLM"]
 V5 = int(transformers.__version__.split(".")[0]) >= 5
-PRESENT = [name for name in FAMILIES if hasattr(transformers, name)]
+DROPOUTS = {"resid_pdrop": 0, "attn_pdrop": 0, "embd_pdrop": 0}
 
 
-@pytest.mark.parametrize("head", ["untied", "tied", "bias"])
-@pytest.mark.parametrize("name", PRESENT)
-def test_loss_and_gradients(name, head):
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        *((name, head) for name in FAMILIES for head in ("untied", "tied", "bias")),
+        *((name, "its own") for name in OTHER_NAMES),
+    ],
+)
+def test_loss_and_gradients(name, head, reduction):
     """None comes with a bias; one that is added is inside softcap and scale."""
-    model, data = tiny(name, head == "tied"), batch()
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (head == "tied")
+    model, data = tiny(name, head == "tied", **DROPOUTS), batch()
     if head == "bias":
         model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY))
-    for reduction in ("mean", "sum"):
-        loss = expected(model, data, 0.1, reduction)
-        theirs = gradients(model, loss)
-        patch_model(model, label_smoothing=0.1, reduction=reduction)
-        outputs = model(**data)
-        torch.testing.assert_close(outputs.loss, loss.detach(), rtol=1e-5, atol=1e-6)
-        assert isinstance(outputs.logits, DeferredLogits)
-        assert_same(gradients(model, outputs.loss), theirs)
-        unpatch_model(model)
+    loss = expected(model, data, 0.1, reduction)
+    theirs = gradients(model, loss)
+    patch_model(model, label_smoothing=0.1, reduction=reduction)
+    outputs = model(**data)
+    torch.testing.assert_close(outputs.loss, loss.detach(), rtol=1e-5, atol=1e-6)
+    assert isinstance(outputs.logits, DeferredLogits)
+    assert_same(gradients(model, outputs.loss), theirs)
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MambaForCausalLM", "GPTNeoXForCausalLM"])
-def test_parts_by_other_names(name):
-    """GPT-2's decoder has another name, Mamba's no past_key_values, GPT-NeoX's head another."""
-    model, data = tiny(name, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0), batch()
-    theirs = gradients(model, expected(model, data, 0.1))
-    patch_model(model, label_smoothing=0.1)
-    assert_same(gradients(model, model(**data).loss), theirs)
-
-
-@pytest.mark.parametrize("name", PRESENT)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_without_labels_or_training_nothing_changes(name):
     model, data = tiny(name), batch()
     prompt = data["input_ids"][:, :4]
@@ -77,23 +62,25 @@ def test_without_labels_or_training_nothing_changes(name):
     patch_model(copied, label_smoothing=0.3, eval_logits=False)
     fused = copied(**data)
     torch.testing.assert_close(fused.logits.dense(), theirs.logits)
-    assert isinstance(copied(prompt).logits, torch.Tensor)
     torch.testing.assert_close(fused.loss, theirs.loss)
+    assert isinstance(copied(prompt).logits, torch.Tensor)
     options = {"max_new_tokens": 3, "do_sample": False}
     assert torch.equal(copied.generate(prompt, **options), model.generate(prompt, **options))
 
 
-@pytest.mark.parametrize("name", [name for name in PRESENT if "Mixtral" in name or "oe" in name])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_auxiliary_loss_of_a_mixture(name):
+    """Beside a sum it is refused, for it is a mean."""
     model, data = tiny(name, output_router_logits=True), batch()
     theirs = model(**data)
     assert theirs.aux_loss > 0
     want = gradients(model, theirs.loss)
     patch_model(model)
     ours = model(**data)
-    torch.testing.assert_close(ours.aux_loss, theirs.aux_loss)
     torch.testing.assert_close(ours.loss, theirs.loss)
     assert_same(gradients(model, ours.loss), want)
+    with pytest.raises(ValueError, match="output_router_logits"):
+        patch_model(model, reduction="sum")(**data)
 
 
 def test_inside_adapters():
@@ -107,14 +94,33 @@ def test_inside_adapters():
     assert_same(gradients(model, model(**data).loss), theirs)
 
 
-@pytest.mark.parametrize("items", [None, 7, torch.tensor(7), 0, torch.tensor(0)])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_trainers_count_of_items_divides_a_mean(reduction, items):
-    """Where all is masked the loss is zero and connected; 0 / 0 would turn weights into NaN."""
-    model, data = patch_model(tiny(), label_smoothing=0.1, reduction=reduction), batch()
-    want = expected(tiny(), data, 0.1, "sum" if items else reduction)
+class TakesNoItems(transformers.LlamaForCausalLM):
+    """As models of transformers before 4.46."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def own_loss(hidden, weight, labels):
+    return torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+
+
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(7), 7.0, torch.tensor(0.75), 0])
+@pytest.mark.parametrize("architecture", [transformers.LlamaForCausalLM, TakesNoItems])
+@pytest.mark.parametrize(
+    "settings",
+    [{"label_smoothing": 0.1}, {"label_smoothing": 0.1, "reduction": "sum"}, {"loss": own_loss}],
+    ids=str,
+)
+def test_the_trainers_count_of_items_divides_a_mean(settings, architecture, items):
+    """It is a fraction where trainers divide by ranks and micro-batches once more. Where all is
+    masked the loss is zero and connected; 0 / 0 would turn weights into NaN."""
+    model, data = patch_model(tiny_models.tiny_of(architecture), **settings), batch()
+    beta = settings.get("label_smoothing", 0)
     if items != 0:
-        want = want / items if items and reduction == "mean" else want
+        divides = items is not None and "reduction" not in settings
+        reduction = "sum" if divides else settings.get("reduction", "mean")
+        want = expected(tiny(), data, beta, reduction) / (items if divides else 1)
         torch.testing.assert_close(model(**data, num_items_in_batch=items).loss, want)
     data["labels"].fill_(-100)
     loss = model(**data, num_items_in_batch=items).loss
@@ -144,14 +150,6 @@ def test_patching_again_replaces_and_unpatching_restores():
 
 
 @pytest.mark.parametrize("eval_logits", [True, False])
-def test_training_in_evaluation_mode_says_that_the_sum_is_gone(eval_logits):
-    """Times a factor that expects a sum, the mean would train far too weakly."""
-    model = patch_model(tiny(), reduction="sum", eval_logits=eval_logits).eval()
-    with pytest.warns(UserWarning, match=r"without reduction='sum'.*model\.train\(\)"):
-        model(**batch())
-
-
-@pytest.mark.parametrize("eval_logits", [True, False])
 @pytest.mark.parametrize("items", [None, 7])
 def test_evaluation_is_a_mean_whatever_the_training_sums(eval_logits, items):
     """As upstream's, so that it can be compared; `num_items_in_batch` divides, as ever."""
@@ -175,7 +173,6 @@ def test_evaluation_ignores_the_labels_that_training_ignores(eval_logits, shifte
     model, data = tiny(), batch()
     want = expected(model, data, 0.0)
     ignored = 1  # No sequence has it.
-    assert not (data["labels"] == ignored).any()
     labels = data["labels"].masked_fill(data["labels"] == -100, ignored)
     if shifted:
         data["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
@@ -186,59 +183,44 @@ def test_evaluation_ignores_the_labels_that_training_ignores(eval_logits, shifte
         torch.testing.assert_close(model(**data).loss, want)
 
 
-def test_a_call_of_the_model_inside_its_own_forward_gives_no_warning():
-    model, data = tiny(), batch()
+@pytest.mark.parametrize("eval_logits", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{"reduction": "sum"}, {"z_loss": 0.1}, {"loss": own_loss}], ids=str
+)
+def test_training_in_evaluation_mode_warns_for_whatever_is_left_out(settings, eval_logits):
+    """Times a factor that expects a sum, the mean would train far too weakly."""
+    model = patch_model(tiny(), **settings, eval_logits=eval_logits).eval()
+    with pytest.warns(UserWarning, match=f"{next(iter(settings))}="):
+        model(**batch())
+
+
+def calls_itself():
+    """A model whose decoder calls the model once more, inside its forward."""
+    model = tiny()
     calls = []
 
-    def calls_the_model_once(decoder, inputs):
-        if calls == ["outer"]:
-            calls.append("inner")
-            model(**data)
+    def call_once(decoder, inputs):
+        calls.append("called")
+        if len(calls) == 1:
+            model(**batch())
 
-    model.model.register_forward_pre_hook(calls_the_model_once)
-    patch_model(model, label_smoothing=0.1)
-    calls.append("outer")
+    model.model.register_forward_pre_hook(call_once)
+    return model
+
+
+def recomputes_in_the_backward():
+    wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    model = tiny()
+    model.model = wrapper.checkpoint_wrapper(model.model)
+    return model
+
+
+@pytest.mark.parametrize("make", [calls_itself, recomputes_in_the_backward])
+def test_a_second_call_of_the_decoder_gives_no_warning(make):
+    model = patch_model(make(), label_smoothing=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(**data)
-    assert calls == ["outer", "inner"]
-
-
-def no_change(model):
-    return model
-
-
-class QuantizedLinear(torch.nn.Linear):
-    """As bitsandbytes' are."""
-
-    def forward(self, hidden):
-        return super().forward(hidden.round())
-
-
-def with_another_linear(model):
-    model.lm_head = QuantizedLinear(16, VOCABULARY)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "error", "message"),
-    [
-        (with_another_linear, {}, TypeError, r"must be a torch.nn.Linear, not .*QuantizedLinear"),
-        (torch.compile, {}, TypeError, "call patch_model before"),
-        (torch.nn.DataParallel, {}, TypeError, "call patch_model before"),
-        (no_change, {"reduction": "none"}, ValueError, "mean or sum for a model, not 'none'"),
-        (no_change, {"smoothing": 0.1}, TypeError, "no setting smoothing"),
-        (
-            no_change,
-            {"smoothing_target": torch.ones(3)},
-            ValueError,
-            r"must be \(67,\), not \(3,\)",
-        ),
-    ],
-)
-def test_what_cannot_be_patched(change, options, error, message):
-    with pytest.raises(error, match=message):
-        patch_model(change(tiny()), **options)
+        model(**batch()).loss.backward()
 
 
 def test_two_models_that_share_a_decoder():
@@ -254,34 +236,36 @@ def test_two_models_that_share_a_decoder():
     assert not first.model._forward_pre_hooks
 
 
-def test_a_decoder_that_is_recomputed_in_the_backward_gives_no_warning():
-    wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    model = patch_model(tiny(), label_smoothing=0.1)
-    model.model = wrapper.checkpoint_wrapper(model.model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(**batch()).loss.backward()
+class QuantizedLinear(torch.nn.Linear):
+    """As bitsandbytes' are."""
+
+    def forward(self, hidden):
+        return super().forward(hidden.round())
 
 
-def own_loss(hidden, weight, labels):
-    return torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+def with_another_linear(model):
+    model.lm_head = QuantizedLinear(16, VOCABULARY)
+    return model
 
 
-@pytest.mark.parametrize("items", [None, 7])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_loss_of_ones_own_of_no_labels_is_zero(items, reduction):
-    model, data = patch_model(tiny(), loss=own_loss, reduction=reduction), batch()
-    data["labels"].fill_(-100)
-    loss = model(**data, num_items_in_batch=items).loss
-    assert loss == 0
-    for name, gradient in gradients(model, loss).items():
-        assert not gradient.any(), name
-
-
-@pytest.mark.parametrize("settings", [{"z_loss": 0.1}, {"loss": own_loss}])
-def test_training_in_evaluation_mode_warns_for_whatever_is_left_out(settings):
-    with pytest.warns(UserWarning, match=r"evaluation mode.*model\.train\(\)"):
-        patch_model(tiny(), **settings).eval()(**batch())
+@pytest.mark.parametrize(
+    ("change", "options", "error", "named"),
+    [
+        (with_another_linear, {}, TypeError, "QuantizedLinear"),
+        (torch.compile, {}, TypeError, "before"),
+        (torch.nn.DataParallel, {}, TypeError, "before"),
+        (None, {"reduction": "none"}, ValueError, "reduction"),
+        (None, {"smoothing": 0.1}, TypeError, "smoothing"),
+        (None, {"smoothing_target": torch.ones(3)}, ValueError, "smoothing_target"),
+        (None, {"smoothing_target": torch.ones(VOCABULARY)}, ValueError, "smoothing_target"),
+        (None, {"eval_logits": 1}, ValueError, "eval_logits"),
+        (None, {"loss": 1}, ValueError, "loss"),
+    ],
+)
+def test_what_cannot_be_patched(change, options, error, named):
+    model = tiny()
+    with pytest.raises(error, match=named):
+        patch_model(change(model) if change else model, **options)
 
 
 @pytest.mark.gpu
