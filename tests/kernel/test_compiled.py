@@ -1,19 +1,20 @@
-"""`torch.compile` takes the loss into its graph whole, and finds what is found without it."""
+"""`torch.compile` takes the loss into its graph whole, and finds what is found without it.
+
+A whole model's graph is in test_deferred_logits.py, refusals of options are in test_validation.py.
+"""
 
 import dataclasses
-import math
 
 import pytest
 import torch
 
-from smoothce import linear_cross_entropy, patch_model, token_statistics
+from smoothce import linear_cross_entropy, token_statistics
 from smoothce.options import Options
 
 # A number that is another in the next call becomes a symbol, or is compiled anew.
 OPTIONS = [
     {},
     {"label_smoothing": 0.1, "softcap": 3.0, "filter_eps": 0.01},
-    {"label_smoothing": 0.2, "softcap": 5.0, "filter_eps": 0.02, "ignore_index": 7},
     {"softcap": 6.0, "ignore_index": 9, "logit_scale": 0.5, "filter_eps": "auto"},
 ]
 
@@ -28,11 +29,16 @@ def problem():
     return layer, weight.requires_grad_(), bias.requires_grad_(), labels
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton"])
 @pytest.mark.parametrize(
-    "more", [{"reduction": "none"}, {"reduction": "sum"}, {"return_lse": True}]
+    ("impl", "more"),
+    [
+        ("auto", {"reduction": "none"}),
+        ("auto", {"return_lse": True}),
+        ("triton", {"reduction": "sum"}),
+    ],
+    ids=str,
 )
-def test_in_one_graph(more, impl):
+def test_in_one_graph(impl, more):
     layer, weight, bias, labels = problem()
 
     def total(x, **options):
@@ -49,8 +55,8 @@ def test_in_one_graph(more, impl):
         found, want = compiled(x, **options), total(x, **options)
         torch.testing.assert_close(found, want)
         torch.testing.assert_close(*(torch.autograd.grad(t, leaves) for t in (found, want)))
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(x, **options), want.detach())
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, **options), want.detach())
 
 
 def test_statistics_at_several_temperatures_are_in_one_graph():
@@ -62,7 +68,7 @@ def test_statistics_at_several_temperatures_are_in_one_graph():
         return token_statistics(hidden, weight, labels, temperature=temperature).entropy
 
     compiled = torch.compile(entropy, fullgraph=True, backend="aot_eager")
-    for temperature in (0.7, 0.8, 0.9, 2, 3, 4):
+    for temperature in (0.7, 0.8, 2, 3):
         torch.testing.assert_close(compiled(temperature), entropy(temperature))
 
 
@@ -79,69 +85,17 @@ def test_fp16_gradients_are_not_rounded_before_the_scalers_factor():
     assert torch.equal(a, b)
 
 
-def test_mistakes_are_named():
+def test_mistakes_in_tensors_are_named():
     _, weight, _, labels = problem()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
     hidden = torch.randn(3, 4, 16)
-    for given, options, said in (
-        (labels.T, {}, "labels must have the shape"),
-        (torch.full_like(labels, 50), {}, "label 50 is out of range"),
-        (labels, {"label_smoothing": True}, "label_smoothing .*not True"),
-        (labels, {"label_smoothing": 1.5}, "label_smoothing .*not 1.5"),
-        (labels, {"smoothing": 0.1}, r"^linear_cross_entropy\(\) .*argument 'smoothing'"),
+    for given, options, named in (
+        (labels.T, {}, "labels"),
+        (torch.full_like(labels, 50), {}, "label 50"),
+        (labels, {"smoothing": 0.1}, "'smoothing'"),
     ):
-        with pytest.raises(Exception, match=said):
+        with pytest.raises(Exception, match=named):
             compiled(hidden, weight, given, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"workspace": -1},
-        {"workspace": -2},
-        {"filter_eps": -1.0},
-        {"filter_eps": 0.0},
-        {"filter_eps": 1.0},
-        {"label_smoothing": -1.0},
-        {"softcap": 0.0},
-        {"logit_scale": math.inf},
-        {"z_loss": math.nan},
-        {"reduction": "avg"},
-        {"workspace": "little"},
-        {"filter_eps": "some"},
-        {"label_smoothing": True},
-        {"ignore_index": None},
-        {"return_statistics": 1},
-    ],
-    ids=str,
-)
-def test_an_option_out_of_range_is_refused_as_without_compilation(options):
-    _, weight, _, labels = problem()
-    hidden = torch.randn(3, 4, 16)
-    (name,) = options
-    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
-    for function in (linear_cross_entropy, compiled):
-        with pytest.raises(ValueError, match=f"{name} must be "):
-            function(hidden, weight, labels, **options)
-
-
-def test_around_a_model():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(vocab_size=100, num_attention_heads=2, **sizes)
-    model = patch_model(transformers.LlamaForCausalLM(config).train(), label_smoothing=0.1)
-    ids = torch.randint(100, (2, 9))
-
-    def found(model):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
-
-    # torch 2.4 rounds within layers, around the unpatched model too
-    close = {"atol": 1e-4, "rtol": 1e-2} if torch.__version__ < "2.5" else {}
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(found(compiled), found(model), **close)
 
 
 def test_the_operators_take_every_option_by_name():

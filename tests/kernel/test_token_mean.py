@@ -9,18 +9,17 @@ from smoothce import token_mean_factor
 TWO_TARGETS = torch.tensor([[5, 6, -100, 7], [8, -100, -100, -100]])  # 6 and 7: no row's first
 
 
-def test_valid_labels_are_counted_without_each_rows_first():
-    assert token_mean_factor([TWO_TARGETS]) == pytest.approx(1 / 2)
-
-
-def test_steps_undo_what_gradient_accumulation_divides_by():
-    assert token_mean_factor([TWO_TARGETS, TWO_TARGETS]) == pytest.approx(2 / 4)
-    assert token_mean_factor([TWO_TARGETS, TWO_TARGETS], steps=4) == pytest.approx(4 / 4)
-
-
-def test_without_a_valid_label_nothing_is_divided_by_zero():
-    no_targets = TWO_TARGETS.where(TWO_TARGETS == 5, 9)
-    assert token_mean_factor([no_targets], ignore_index=9) == 1
+@pytest.mark.parametrize(
+    ("labels", "options", "factor"),
+    [
+        ([TWO_TARGETS], {}, 1 / 2),
+        ([TWO_TARGETS, TWO_TARGETS], {}, 2 / 4),  # undoes what accumulation divides by
+        ([TWO_TARGETS, TWO_TARGETS], {"steps": 4}, 4 / 4),
+        ([TWO_TARGETS.where(TWO_TARGETS == 5, 9)], {"ignore_index": 9}, 1),  # no target, no 0 / 0
+    ],
+)
+def test_a_factor_counts_valid_labels_without_each_rows_first(labels, options, factor):
+    assert token_mean_factor(labels, **options) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(

@@ -91,16 +91,12 @@ def test_without_labels_there_is_no_log_probability(impl, dtype):
     assert_statistics_of(dense_logits(hidden, weight), found, None, dtype)
 
 
-def test_they_have_the_labels_shape():
+def test_they_have_the_labels_shape_also_of_no_tokens():
     hidden, weight, labels, _ = inputs(6, 61, 8)
     found = token_statistics(hidden.view(2, 3, 8), weight, labels.view(2, 3))
     assert all(statistic.shape == (2, 3) for statistic in found)
-
-
-def test_of_no_tokens_they_are_empty():
-    hidden, weight, labels, _ = inputs(6, 61, 8)
-    found = token_statistics(hidden[:0], weight, labels[:0])
-    assert all(len(statistic) == 0 for statistic in found)
+    empty = token_statistics(hidden[:0], weight, labels[:0])
+    assert all(len(statistic) == 0 for statistic in empty)
 
 
 def test_equal_largest_logits_have_the_first_as_argmax():

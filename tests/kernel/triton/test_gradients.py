@@ -24,7 +24,7 @@ from loss_check import (
 )
 
 from smoothce import linear_cross_entropy, triton
-from smoothce.triton import filter, forward, grad_in_forward, plan, recompute_backward
+from smoothce.triton import filter, forward, plan, recompute_backward
 from smoothce.triton.tiles import tiles_for
 
 # Options that choose the way in which gradients are made.
@@ -41,7 +41,8 @@ TRITON_MODES = [*EXACT_MODES, pytest.param(FILTERED, id="filtered", marks=needs_
 REFERENCE_MODE = pytest.param({"impl": "reference"}, id="reference")
 CHUNKED_MODE = pytest.param(CHUNKED, id="chunked")
 
-SOFTCAPS = (0.5, 30.0, 43.0, 43.4, 44.0, 50.0, 64.0, 100.0, 1000.0)
+# The least that bends all logits, the largest that probabilities are saved under, and one more.
+SOFTCAPS = (0.5, 43.0, 1000.0)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,6 @@ def test_unlikely_targets(mode, loss):
         *itertools.product([GRAD_IN_FORWARD], SOFTCAPS, [HALF]),
         # Where the filter drops a block, a softcap biases the smoothing term: under a cap of 13 no
         # probability is below e^-26, and so none below the threshold.
-        pytest.param(FILTERED, 0.5, torch.float32, marks=needs_narrow_cumsum),
         pytest.param(FILTERED, 13.0, torch.float32, marks=needs_narrow_cumsum),
     ],
     ids=str,
@@ -117,7 +117,7 @@ def test_softcaps(mode, softcap, dtype):
     """Logits that stay far below the cap, that it bends, and that it flattens altogether."""
     reduction = mode.get("reduction", "sum")
     options = {"label_smoothing": 0.1, "softcap": softcap, "reduction": reduction}
-    for deviation in (5.0, 30.0, 100.0, 1e4):  # of the logits before the cap
+    for deviation in (5.0, 100.0, 1e4):  # of the logits before the cap
         hidden, weight, labels, _ = inputs(17, 100, 24, dtype, spread=deviation)
         expected = gradients("reference", hidden.double(), weight.double(), labels, **options)
         plain = gradients(None, hidden, weight, labels, **options)
@@ -160,13 +160,12 @@ def test_the_scale_is_divided_out_of_the_gradient_of_a_bias_in_fp32(monkeypatch)
     assert abs(factor.item() - 1) < 0.3 * off
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.05])
 @pytest.mark.parametrize("mode", [*TRITON_MODES, CHUNKED_MODE])
-def test_the_labels_entries_alone(mode, z_loss):
+def test_the_labels_entries_alone(mode):
     """S_iy of each token, which a norm over all entries might drown: dE is S where C = I, and dC is
     Sᵀ where E = I. In the forward they come from two formulas."""
     logits, _, labels, _ = inputs(40, 96, 96, spread=2.0)
-    options = {"label_smoothing": 0.3, "reduction": "sum", "z_loss": z_loss, "needs": (True,) * 3}
+    options = {"label_smoothing": 0.3, "reduction": "sum", "z_loss": 0.05, "needs": (True,) * 3}
     tokens = torch.arange(40, device=DEVICE)
     eye = torch.eye(96, device=DEVICE)
     ours = {"impl": "triton", **options, **mode}
@@ -179,41 +178,6 @@ def test_the_labels_entries_alone(mode, z_loss):
     eye = torch.eye(40, device=DEVICE)
     of_weight = gradients(ours.pop("impl"), eye, logits.T.contiguous(), labels, **ours)[2]
     torch.testing.assert_close(of_weight[labels, tokens], right, rtol=1e-4, atol=1e-5)
-
-
-@pytest.fixture
-def product_rows(monkeypatch):
-    """The rows of each product for dE, in the order in which they are made."""
-    rows = []
-
-    def noting_rows(product):
-        def noted(*args):
-            result = product(*args)
-            rows.append(len(result))
-            return result
-
-        return noted
-
-    for module, name in (
-        (grad_in_forward, "matmul_fp32"),
-        (recompute_backward, "recompute_dproduct"),
-    ):
-        monkeypatch.setattr(module, name, noting_rows(getattr(module, name)))
-    return rows
-
-
-@pytest.mark.parametrize("mode", EXACT_MODES)
-def test_masked_tokens_are_in_no_product(mode, product_rows):
-    """The exact gradient's products have a row for each valid token, in the forward and after."""
-    hidden, weight, labels, _ = inputs(96, 150, 16, masked=0.6)
-    labels[:50] = -100
-    gradients("triton", hidden, weight, labels, **mode)
-    n_valid = (labels != -100).sum().item()
-    assert product_rows
-    if mode == GRAD_IN_FORWARD:
-        assert sum(product_rows) == n_valid  # each part has its own tokens
-    else:
-        assert set(product_rows) == {n_valid}  # each chunk of the vocabulary has all tokens
 
 
 @pytest.mark.parametrize("mode", [*TRITON_MODES, CHUNKED_MODE, REFERENCE_MODE])
@@ -254,10 +218,9 @@ def loss_with_statistics(hidden, weight, labels, bias, loss_factor, **options):
 
 
 @pytest.mark.parametrize("mode", [*TRITON_MODES, CHUNKED_MODE])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize(
-    ("loss_factor", "return_lse"),
-    [(1.0, False), (1.0, True), (0.0, True)],
+    ("reduction", "loss_factor", "return_lse"),
+    [("mean", 1.0, False), ("none", 1.0, True), ("mean", 0.0, True)],
     ids=["loss", "loss and lse", "lse"],
 )
 def test_log_sum_exps_and_statistics_beside_the_loss(mode, reduction, loss_factor, return_lse):
@@ -345,22 +308,15 @@ def test_a_second_derivative_is_refused_in_every_input(mode, reduction):
 
 
 @pytest.mark.parametrize("mode", TRITON_MODES)
-def test_the_state_goes_with_the_last_backward(mode, monkeypatch):
-    simulate(monkeypatch, "super-blocks of tokens")
-    _, loss = leaves_and_loss(mode)
-    state = loss.grad_fn.state
-    loss.backward(retain_graph=True)
-    assert loss.grad_fn.state is state
-    loss.backward()
-    assert loss.grad_fn.state is None
-
-
-@pytest.mark.parametrize("mode", TRITON_MODES)
-def test_a_gradient_holds_no_memory_but_its_own(mode, monkeypatch):
+def test_nothing_outlives_the_last_backward_but_the_gradients_own_memory(mode, monkeypatch):
     simulate(monkeypatch, "super-blocks of tokens")
     leaves, loss = leaves_and_loss(mode)
+    state = loss.grad_fn.state
+    torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert loss.grad_fn.state is state
     for gradient in torch.autograd.grad(loss, leaves):
         assert gradient.untyped_storage().nbytes() == gradient.nbytes
+    assert loss.grad_fn.state is None
 
 
 @pytest.mark.parametrize("mode", EXACT_MODES)
@@ -375,7 +331,7 @@ def test_a_second_backward_gives_equal_bits(mode, monkeypatch):
         assert torch.equal(leaf.grad, 2 * gradient)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from([torch.float32, HALF]),
     situation=st.sampled_from([*SITUATIONS]),
