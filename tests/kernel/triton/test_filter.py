@@ -1,7 +1,5 @@
 """What the filter does to a gradient, read off S = ∂loss/∂(E Cᵀ): with C = I, dE is S."""
 
-import itertools
-import re
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from smoothce.triton.filter.pairs import (
     SHARE_ITEM,
     TILE_ITEM,
 )
-from smoothce.triton.tiles import tile_set, tiles_for
+from smoothce.triton.tiles import tiles_for
 
 WIDTH = tiles_for(torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 64, device=DEVICE)).width
 
