@@ -64,25 +64,18 @@ def series(tmp_path: Path) -> SmallSeries:
     return small
 
 
-def test_applies_and_undoes(series):
-    assert series.apply("--check").returncode == 1
-    assert series.apply().returncode == 0
-    assert series.script.read_text() == AFTER
-    assert series.apply("--check").returncode == 0
-    assert series.apply("--reverse").returncode == 0
-    assert series.script.read_text() == BEFORE
-
-
-@pytest.mark.parametrize("temporary", ["scratch", "scratch/", "link"])
+@pytest.mark.parametrize("temporary", ["scratch/", "link"])
 def test_temporary_files_may_lie_in_a_repository(series, tmp_path, temporary):
     """`git apply` skips all files of a patch, and exits with 0, in a folder of a repository."""
     git(tmp_path, "init", "--quiet")
     (tmp_path / "scratch").mkdir()
     (tmp_path / "link").symlink_to("scratch")
     environment = {"TMPDIR": f"{tmp_path}/{temporary}"}
+    assert series.apply("--check").returncode == 1
     done = series.apply(**environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert series.script.read_text() == AFTER
+    assert series.apply("--check").returncode == 0
     done = series.apply("--reverse", **environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert series.script.read_text() == BEFORE

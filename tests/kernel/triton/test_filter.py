@@ -1,6 +1,5 @@
 """What the filter does to a gradient, read off S = ∂loss/∂(E Cᵀ): with C = I, dE is S."""
 
-
 import pytest
 import torch
 from hypothesis import given, settings
