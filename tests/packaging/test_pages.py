@@ -37,6 +37,68 @@ def python_block(name: str, marker: str) -> str:
     return block
 
 
+def test_the_workspace_of_llama_3_8b_is_that_of_the_page():
+    bytes_of_workspace = 4096 * 128_256 * 2  # tokens at a time, the vocabulary, bf16
+    assert f"a workspace of {bytes_of_workspace:,} bytes" in page("docs/cost.md")
+    assert f"The {bytes_of_workspace / 1e9:.2f} GB that `explain` prints" in page("docs/cost.md")
+
+
+def test_the_loss_at_llama_3_8b_costs_what_the_kernels_page_says():
+    """In the columns of one H200: milliseconds, and MB beyond inputs and gradients."""
+    names = {
+        "smoothce": "**ours**",
+        "smoothce, `workspace=0`": "ours, `workspace=0`",
+        'smoothce, `filter_eps="auto"`': "ours, filtered",
+        "`torch.compile`": "torch.compile",
+        "torch `F.cross_entropy`": "torch, F.cross_entropy",
+    }
+    of_kernels = {}
+    for cells in rows(page("kernel/RESULTS.md"), "| Gemma 2 2B: V"):
+        milliseconds, memory = cells[2].split(" (")[0], cells[2].split("), ")[-1]
+        of_kernels[cells[0]] = [milliseconds, memory]
+    checked = 0
+    for name, _, milliseconds, memory in rows(page("docs/cost.md"), "Llama 3 8B's last layer"):
+        if milliseconds != "not run":
+            stated = [milliseconds.removesuffix(" ms"), memory.removesuffix(" MB")]
+            assert stated == of_kernels[names[name]]
+            checked += 1
+    assert checked == len(names)
+
+
+def costs_of_methods(heading: str) -> dict[str, list[str]]:
+    """What kernel/RESULTS.md measured of each method: time, memory and the larger error."""
+    text = page("kernel/RESULTS.md")
+    table = rows(text[text.index(heading) :], "method | forward ms")
+    costs = {}
+    for cells in table:
+        name = cells[0].strip("*").split(", β = 0")[0]
+        errors = re.findall(r"[\d.]+e-\d+", cells[5])
+        larger = max(errors, key=float, default="")
+        costs[name] = [f"{cells[2].strip('*')} ms", f"{cells[4]} MB", larger]
+    return costs
+
+
+def test_the_readmes_costs_are_those_that_were_measured():
+    names = {  # README's: without a softcap, and with one, in RESULTS.md
+        "**smoothce**": ("ours", "ours"),
+        "smoothce, `workspace=0`": ("ours, `workspace=0`", "ours, `workspace=0`"),
+        'smoothce, `filter_eps="auto"`': ("ours, filtered", "ours, filtered"),
+        "torch `F.cross_entropy`": ("torch", "torch, F.cross_entropy"),
+        "`torch.compile` of it": ("torch.compile", "torch.compile"),
+        "Unsloth 2026.10.9": ("Unsloth 2026.10.9", "Unsloth 2026.10.9"),
+        "Liger 0.8.5": ("Liger 0.8.5", "Liger 0.8.5"),
+        "TRL 1.16, chunked": ("TRL 1.16.0, chunked", "TRL, chunked 1.16.0"),
+        "cut-cross-entropy 25.1.1": ("cut-cross-entropy 25.1.1", "cut-cross-entropy 25.1.1"),
+    }
+    plain = costs_of_methods("# Kernels, measured")
+    capped = costs_of_methods("## Gemma 2 2B with its softcap of 30")
+    stated = {cells[0]: cells[2:] for cells in rows(page("README.md"), "| smooths | time")}
+    assert stated.keys() == names.keys()
+    for name, (without_softcap, with_softcap) in names.items():
+        cells = [cell.removesuffix(", biased") for cell in stated[name]]
+        assert cells == plain[without_softcap] + capped[with_softcap], name
+
+
 def test_the_estimate_of_table_1_is_what_its_code_prints():
     code = next(
         block

@@ -2,16 +2,13 @@
 
 import json
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from studies.countdown import __main__ as study
 from studies.countdown import passk, policy, problems
 from studies.countdown.policy import Method, advantages, answer_losses
 from studies.countdown.problems import Problem, expressions, value
-from studies.pretraining import train_once
 
 from smoothce import linear_cross_entropy, token_statistics
 
@@ -75,14 +72,11 @@ def test_an_answer_is_what_stands_before_its_end():
     assert policy.answer_text(right) is None  # cut off before its end
 
 
-def test_tables_say_the_share_of_answers_and_of_problems_with_a_right_one():
-    said = passk.tables({"one": [[0, 1, 2, 0]]}, 2)
-    assert "| one |" in said and "| 0.3750 [" in said and "| 0.5000 [" in said
-
-
 def test_tables_say_which_settings_are_not_paired_by_seed():
     """Sides with unequal numbers of seeds were compared without pairs, and nothing said so."""
     one, two = [[0, 1, 2, 0]], [[0, 1, 2, 0], [1, 1, 2, 0]]
+    shares = passk.tables({"one": one}, 2)  # of answers, and of problems with a right one
+    assert "| 0.3750 [" in shares and "| 0.5000 [" in shares
     said = passk.tables({"one": one, "two": two, "twice": two}, 2)
     assert "seeds differ: two less one, twice less one.\n" in said
     assert "Not paired" not in passk.tables({"two": two, "twice": two}, 2)
@@ -114,6 +108,7 @@ def run(small, monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_from_nothing_to_the_tables(run, tmp_path, capsys):
     """Rewards rise, and what is finished is kept; what is not comes again to the same answers."""
     assert run() == 0
@@ -157,20 +152,3 @@ def test_bad_input_is_named_before_anything_trains(run, tmp_path, capsys):
         error = capsys.readouterr().err
         assert said in error and "config.yaml: " in error
     assert not (tmp_path / "out").exists()
-
-
-def test_too_few_rows_for_a_batch_are_named():
-    with pytest.raises(ValueError, match="3 rows make no batch of 4"):
-        train_once(study.small_llama(), torch.zeros(3, 2), torch.zeros(3, 2), batch_size=4)
-
-
-def test_the_page_tells_the_models_size_and_the_settings():
-    folder = Path(study.__file__).parent
-    page = (folder / "README.md").read_text(encoding="utf-8")
-    parameters = study.small_llama().num_parameters()
-    assert f"a Llama of {round(parameters, -3):,} parameters" in page
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    settings, seeds = len(config["settings"]), len(config["seeds"])
-    assert f"config.yaml: {settings} settings × {seeds} seeds" in page
-    assert f"{config['steps']} steps of GRPO" in page
-    assert f"{problems.SIZES['test']} test problems, {config['samples']} answers each" in page

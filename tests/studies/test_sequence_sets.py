@@ -63,8 +63,8 @@ def test_entities(labels, found):
 
 
 def test_sets_of_labelings_hold_their_level():
-    """Of 6,000 sentences, whose right labelings are nearly all listed."""
-    many, error = sentences(6000, 1, 100, 0.35), np.sqrt(0.09 / 3000)
+    """Of sentences whose right labelings are nearly all listed."""
+    many, error = sentences(2000, 1, 100, 0.35), np.sqrt(0.09 / 1000)
     for score in ("lac", "aps"):
         coverage, _ = sets.labeling_sets(many, 0.1, score, 20)
         assert coverage == pytest.approx(0.9, abs=3 * error)
