@@ -81,9 +81,9 @@ def test_every_part_is_a_sweep(model, column, monkeypatch):
         targets_of_runs = {run.config().train.get("smoothing_target") for run in plan.runs}
         assert targets_of_runs == {targets.get(name)}
         assert (plan.sweep.keep == "all") == (name in ("grid", "recommended", *targets))
-        is_gemma = model.startswith("gemma")
-        assert all(each.add_bos == is_gemma for each in options)
-        assert all((each.chat_template_name == "alpaca") == is_gemma for each in options), name
+        if model.startswith("gemma"):
+            own = {(each.add_bos, each.chat_template_name) for each in options}
+            assert own == {(True, "alpaca")}, name
 
 
 def test_script_refuses_a_template_that_open_instruct_lacks(study, monkeypatch):
@@ -214,33 +214,6 @@ def test_the_rate_of_an_equal_loss_and_where_there_is_none(
     line, _ = report.equal_loss_lines(study)
     assert f"1.610 at β = 0 with a learning rate of {rate:g}" in line
     assert end in line and (end or line.endswith(f"{rate:g}."))
-
-
-def test_a_loss_that_diverged_is_not_told_as_equal(study):
-    add_losses(study, {1e-5: (1.2,), 2e-5: (1.6,)}, (1.5,), (1e-5, NAN))
-    line, _ = report.equal_loss_lines(study)
-    assert line.startswith("Equal held-out loss: unknown.") and "e0" in line
-
-
-def test_an_override_that_one_part_does_not_know_does_not_stop_the_others(
-    study, monkeypatch, capsys
-):
-    """open-instruct's options have no `max_tokens`; the parts after `script` were left undone."""
-    add_losses(study, {5e-6: (1.2,), 2e-5: (1.5,)})
-    trained = []
-
-    def train(study: Study, part: parts.Part, overrides: list[str]) -> int:
-        if part.name == "script":
-            return training.train(study, part, overrides)
-        trained.append(part.name)
-        return 0
-
-    monkeypatch.setattr(claims, "train", train)
-    words = [MODEL, "script", "half-data", "train.max_tokens=4096"]
-    assert claims.main(words, study.runs_folder, study.store) == 2
-    assert trained == ["half-data"]
-    printed_errors = capsys.readouterr().err
-    assert "train.max_tokens" in printed_errors and "not whole: script;" in printed_errors
 
 
 def test_two_runs_of_a_setting_and_seed_are_refused(study, folders):
@@ -611,7 +584,7 @@ def test_the_report_has_differences_paired_by_seed(study, command, folders):
     """Of sharpened models, which miscalibration is known to part; rows without runs go."""
     sharpness = {("base", None): 1.0, ("recommended", 0.0): 2.0, ("recommended", 0.1): 1.5}
     sharpness |= {("sum", 0.0): 2.0, ("sum", 0.1): 2.0}
-    add_answers(study, folders, sharpness)
+    add_answers(study, folders, sharpness, count=400)
     study.store.add(MODEL, RunRecord("recommended", "4", label_smoothing=0.0, seed=4), {})
     assert command(MODEL, "report") == 0
     text = (folders / "runs" / f"{MODEL}.md").read_text()
@@ -634,12 +607,11 @@ def test_the_report_has_differences_paired_by_seed(study, command, folders):
     # The same answers tell of no others, and so the effect beyond `recommended` is its negative.
     assert "0.00" in found["sum, clipped: 0.1 less 0"]
     assert "[" not in found["sum, clipped: 0.1 less 0"]
-    beyond = found["– less that of `recommended`, sum, clipped"].removeprefix("**")
-    assert float(beyond.split("*")[0].split(" ")[0]) == -float(value)
+    values = {name: float(re.search(r"[+-][\d.]+", cell)[0]) for name, cell in found.items()}
+    assert values["– less that of `recommended`, sum, clipped"] == -float(value)
     # Base and β = 0 agree on every answer here, so their confidences become the same.
-    aligned = found["DACA's temperature after β = 0, less β = 0"].strip("*").split("*")[0]
-    harm = found["β = 0 less base"].strip("*").split("*")[0]
-    assert float(aligned) == pytest.approx(-float(harm), abs=0.3)
+    aligned = values["DACA's temperature after β = 0, less β = 0"]
+    assert aligned == pytest.approx(-values["β = 0 less base"], abs=0.3)
     assert "high-rate: β = 0.1 less 0" not in found
     assert (folders / "runs" / "forest.png").read_bytes().startswith(b"\x89PNG")
 

@@ -8,8 +8,6 @@ losses = pytest.importorskip("nemo_automodel.components.loss.utils")
 from nemo_automodel.components.config.loader import ConfigNode  # noqa: E402
 from tiny_models import batch, gradients, tiny  # noqa: E402
 
-from smoothce.integrations.automodel import SmoothedLinearCrossEntropy  # noqa: E402
-
 BETA = 0.2
 
 
@@ -31,12 +29,6 @@ def dense(model, hidden, labels, beta, reduction="sum"):
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), label_smoothing=beta, reduction=reduction
     )
-
-
-def test_the_config_makes_the_loss():
-    loss = loss_function(z_loss=0.1)
-    assert type(loss) is SmoothedLinearCrossEntropy
-    assert (loss.label_smoothing, loss.z_loss, loss.ignore_index) == (BETA, 0.1, -100)
 
 
 @pytest.mark.parametrize("tokens", [None, 7, 0])
