@@ -10,15 +10,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from loss_check import DEVICE, WIDE_CUMSUM, inputs
 
-from smoothce import chunked, linear_cross_entropy, token_mean_factor
-from smoothce.options import TENSORS, LossCall, Options
+from smoothce import linear_cross_entropy, token_mean_factor
 from smoothce.triton import filter, plan
 from smoothce.triton.tiles import tiles_for
-from smoothce.vocab_parallel import Shard
 
 U = torch.randn(90, generator=torch.Generator().manual_seed(1)).softmax(0).to(DEVICE)
 CASES = [
-    {},
     {"label_smoothing": 0.2, "smoothing_target": U, "z_loss": 0.1},
     {"label_smoothing": 0.1, "softcap": 2.0},
     {"label_smoothing": 0.1, "reduction": "none", "workspace": 0},
@@ -121,22 +118,6 @@ def compare_uneven(total, **options):
     torch.testing.assert_close(found, tuple(x.grad for x in whole), rtol=1e-3, atol=1e-5)
 
 
-class LikeOnCuda(torch.Tensor):
-    """A tensor on a CPU that says that it is on a GPU."""
-
-    is_cuda = True
-
-
-def chunk_alike(rank):
-    """The chunked path joins each chunk's sums; on a GPU the rows say how large a chunk is."""
-    hidden, weight, labels, _ = inputs(20, 32 + (rank == 0), 16)
-    tensors = dict(zip(TENSORS, (hidden, weight.as_subclass(LikeOnCuda), labels), strict=False))
-    shard = Shard(dist.group.WORLD, first_entry=33 * rank, entries=65)
-    chunked.GPU_CHUNK_LOGITS = 200 * 33
-    call = LossCall.of(dict.fromkeys(TENSORS) | tensors, Options(), shard)
-    assert chunked.chunk_tokens(call) == 200
-
-
 def choose_alike(rank):
     """Ranks of unequal parts decide by what all of them know: shapes are the interpreter's."""
     width = tiles_for(torch.zeros(1, 16, device=DEVICE), torch.zeros(1, 16, device=DEVICE)).width
@@ -178,7 +159,6 @@ def work(rank, store):
         compare(rank, impl="triton", label_smoothing=0.1, filter_eps=1e-12)
     dtensors(rank)
     choose_alike(rank)
-    chunk_alike(rank)
     hidden, weight, labels, _ = inputs(20, 30, 16)
     group = {"process_group": dist.group.WORLD, "impl": "chunked"}
     if not labels.is_cuda:  # there the device raises
