@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader
 from calibeval import figures, index, stats
 from calibeval.evaluations import CONFIDENCES, SIGNIFICANCE, Cluster, Evaluation
 from calibeval.index import BLOCK_KEYS, Results, Scalar, TableRow, heading
-from calibeval.io import InputError, counted, write_text
+from calibeval.io import InputError, counted, printable, write_text
 from calibeval.measures import (
     COMPARED_BY_SQUARE,
     MAIN_ERROR,
@@ -185,10 +185,13 @@ def markdown_text(text: str) -> str:
 
 
 def csv_text(value: Scalar) -> Scalar:
-    """Return a cell that a spreadsheet takes for a text where it is one, never for a formula."""
-    if isinstance(value, str) and value.startswith(FORMULA_STARTS):
-        return f"'{value}"
-    return value
+    """Return a cell that a spreadsheet takes for a text where it is one, never for a formula.
+
+    Control characters are spelled out, since people also read such a file in a terminal.
+    """
+    if not isinstance(value, str):
+        return value
+    return printable(f"'{value}" if value.startswith(FORMULA_STARTS) else value)
 
 
 def csv_table(frame: pd.DataFrame) -> str:
@@ -557,7 +560,7 @@ def write_page(
     text = page.render(
         title=title, parts=parts, sections=sections, tables=tables or {}, figures=figures
     )
-    write_text(path, text)
+    write_text(path, printable(text))
 
 
 def plain_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from calibeval import task_files
-from calibeval.io import InputError, counted, json_lines, read_text
+from calibeval.io import LARGE_FILE, InputError, counted, json_lines, read_text
 from calibeval.prompts import SCORING_MODES
 from calibeval.questions import Headers, Question, Subject, questions_from_rows
 from calibeval.request import Normaliser, ResolvedTask, Task
@@ -385,7 +385,7 @@ def _by_subject(questions: list[Question]) -> dict[str, list[Question]]:
 
 def _csv_rows(path: Path, columns: tuple[str, ...] | None) -> Iterator[PlacedRow]:
     """(place, row) of a CSV file, whose first line names the columns unless they are given."""
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(read_text(path, LARGE_FILE), newline=""), strict=True)
     try:
         for cells in reader:
             if not cells:  # a blank line

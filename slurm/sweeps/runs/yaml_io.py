@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from calibeval import yaml_text
 from calibeval.io import InputError, read_text
 from sweeps.runs.processes import cli_command
 
@@ -35,7 +36,6 @@ WORDS = {
     "float": FLOAT,
 }
 
-MOST_KEYS = 100_000  # of a file; a few lines with aliases can stand for billions
 KEY_ERROR = "key"  # the type of pydantic's errors that `key_error` makes
 
 # A variable in a text, or two dollars, which stand for one.
@@ -46,18 +46,17 @@ SECRET_NAME = r"\w*(?:TOKEN|API_KEY|ACCESS_KEY|SECRET|SECRET_KEY|PASSWORD|PASSWD
 # Is fetched from somebody else's server, so no variable is put in: `prefetch` refuses it.
 ADDRESS = re.compile(r"prefetch\.archives\.\d+\.url")
 
-if hasattr(yaml, "CSafeLoader"):
+if hasattr(yaml, "CSafeDumper"):
     from yaml import CSafeDumper as _BaseDumper
-    from yaml import CSafeLoader as _BaseLoader
 else:  # PyYAML was built without libyaml
     from yaml import SafeDumper as _BaseDumper  # type: ignore[assignment]
-    from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
 
 
-class _Loader(_BaseLoader):
+class _Loader(yaml_text.SafeLoader):  # type: ignore[misc]
     """Reads words as `WORDS` says."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 as PyYAML declares it; without YAML 1.1's
+    # PyYAML declares it so; these are without YAML 1.1's.
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
 
 class _Dumper(_BaseDumper):
@@ -75,31 +74,16 @@ def parse(text: str, source: str) -> tuple[Any, dict[str, str]]:
     """The value of a YAML text, and the place, `source:line`, of each dotted key in it.
 
     A place, here and elsewhere, is such a text, by which a message says where a key was given.
-    Raises InputError where the text is no YAML, or gives a key twice.
+    Raises InputError where the text is no YAML, has aliases, or gives a key twice.
     """
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None, {}
-        places: dict[str, str] = {}
-        for key, place in _places(node, source):
+    value, root = yaml_text.parse(text, source, _Loader)
+    places: dict[str, str] = {}
+    if root is not None:
+        for key, place in _places(root, source):
             if key in places:  # PyYAML would let the last of two values win
                 raise InputError(f"{place}: {key}: is given twice")
-            if len(places) > MOST_KEYS:
-                raise InputError(f"{source}: more than {MOST_KEYS:,} keys, by aliases of aliases")
             places[key] = place
-        return loader.construct_document(node), places
-    except yaml.MarkedYAMLError as error:
-        place = source
-        mark = error.problem_mark
-        if mark is not None:
-            place = f"{source}:{mark.line + 1}:{mark.column + 1}"
-        raise InputError(f"{place}: not YAML: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"{source}: not YAML: {error}") from error
-    except RecursionError as error:
-        raise InputError(f"{source}: not YAML: nested too deep") from error
+    return value, places
 
 
 def _places(node: yaml.Node, source: str, above: str = "") -> Iterator[tuple[str, str]]:
@@ -121,7 +105,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
     Raises InputError where the file cannot be read, or holds anything else.
     """
-    value, places = parse(read_text(path), str(path))
+    value, places = parse(read_text(path, yaml_text.MOST_BYTES), str(path))
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected `key: value` lines, found {type(value).__name__}")
     return value, places
