@@ -22,19 +22,23 @@ import re
 import secrets
 import stat
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, Literal, overload
 
 __all__ = [
     "CONTINUES",
     "LARGE_FILE",
+    "WHOLE_FILE",
     "InputError",
     "atomic_write",
     "counted",
     "finish",
     "json_lines",
+    "one_line",
     "open_to_write",
     "parse_json",
     "printable",
@@ -76,7 +80,8 @@ def finish(work: Callable[[], int | None], if_stopped: str = "stopped") -> int:
     The status is what `work` returns, where None means 0. After `InputError`, or an error of the
     operating system that names a file, one line goes to stderr and the status is 2. After Ctrl-C
     `if_stopped` goes to stderr and the status is 130. After a broken pipe, such as `| head` leaves,
-    the status is 0. Other exceptions pass through.
+    the status is 0. Other exceptions pass through; if they end the program, their traceback has its
+    control characters spelled out.
     """
     try:
         status = work()
@@ -100,7 +105,17 @@ def finish(work: Callable[[], int | None], if_stopped: str = "stopped") -> int:
     except KeyboardInterrupt:
         print(if_stopped, file=sys.stderr)
         return INTERRUPTED
+    except Exception:
+        sys.excepthook = _show_traceback
+        raise
     return status or 0
+
+
+def _show_traceback(
+    kind: type[BaseException], error: BaseException, place: TracebackType | None
+) -> None:
+    """Print a traceback as Python does, see `printable`."""
+    show("".join(traceback.format_exception(kind, error, place)), to_stderr=True, end="")
 
 
 def _show_error(message: str) -> None:
@@ -245,6 +260,8 @@ def sha256(path: str | Path) -> str:
                 digest.update(buffer[:count])
     except OSError as error:
         raise InputError(f"{path}: could not be read ({error.strerror})") from error
+    except ValueError as error:  # no file can be called so
+        raise InputError(f"{path}: could not be read ({error})") from error
     return digest.hexdigest()
 
 
@@ -252,7 +269,15 @@ def sha256(path: str | Path) -> str:
 def reading(path: str | Path) -> Iterator[IO[str]]:
     """Open a UTF-8 file, newlines untouched; unreadable files raise `InputError`."""
     try:
-        with open(path, encoding="utf-8-sig", newline="\n", opener=regular_file) as file:
+        opened = open(  # noqa: SIM115 it is closed below
+            path, encoding="utf-8-sig", newline="\n", opener=regular_file
+        )
+    except OSError as error:
+        raise InputError(f"{path}: could not be read ({error.strerror})") from error
+    except ValueError as error:  # no file can be called so
+        raise InputError(f"{path}: could not be read ({error})") from error
+    try:
+        with opened as file:
             yield file
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
@@ -318,6 +343,11 @@ def printable(text: str) -> str:
     program has said. They are written as JSON writes them, \u001b; see `CONTROL_CHARACTERS`.
     """
     return CONTROL_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def one_line(text: str) -> str:
+    """Return a text without line breaks and other control characters, which would end a row."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text)
 
 
 def show(text: str, *, to_stderr: bool = False, end: str = "\n") -> None:

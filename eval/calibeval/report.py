@@ -5,7 +5,6 @@ paired by question. `collect` writes everything; `main_table`, `difference_table
 the single tables.
 """
 
-import re
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader
 from calibeval import figures, index, stats
 from calibeval.evaluations import CONFIDENCES, SIGNIFICANCE, Cluster, Evaluation
 from calibeval.index import BLOCK_KEYS, Results, Scalar, TableRow, heading
-from calibeval.io import InputError, counted, printable, write_text
+from calibeval.io import InputError, counted, one_line, printable, write_text
 from calibeval.measures import (
     COMPARED_BY_SQUARE,
     MAIN_ERROR,
@@ -172,11 +171,6 @@ class Table:
         """Return it as a LaTeX `tabular` (booktabs) for XeLaTeX or LuaLaTeX, without bold."""
         styled = self.frame(with_bold=False).style.hide(axis="index").format(escape="latex")
         return styled.format_index(escape="latex", axis=1).to_latex(hrules=True)
-
-
-def one_line(text: str) -> str:
-    """Return a text without line breaks and other control characters, which would end a row."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text)
 
 
 def markdown_text(text: str) -> str:

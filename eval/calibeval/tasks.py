@@ -6,6 +6,8 @@ What a task is stands in its file (`calibeval.task_files`): the built-in ones ar
 
 import csv
 import io
+import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from calibeval.task_files import FILLING_ERRORS, TaskFile, Template, UnknownColu
 from calibeval.validation import did_you_mean
 
 HUB = "hub:"  # begins the `data` of a task that is read from the Hugging Face hub
+HUB_NAME = re.compile(rf"{HUB}[\w-][\w.-]*/[\w-][\w.-]*")
 ANY_SUBJECT = "*"  # in the name of a file, for `glob`
 
 PlacedRow = tuple[str, dict[str, Any]]  # "path, line number", and the row
@@ -350,12 +353,18 @@ class _Reader:
         if source.config is not None:
             config = self._filled("data.config", source.config, {"language": self.task.language})
         hub_split = source.hub_splits.get(split, split)
+        # `datasets` takes some words for readers of its own, such as pandas, which unpickles what
+        # lies in the current folder.
+        if not data.startswith(HUB):
+            name = os.path.abspath(data)
+        elif HUB_NAME.fullmatch(data):
+            name = data.removeprefix(HUB)
+        else:
+            raise InputError(f"{data}: expected {HUB}owner/name, such as {HUB}cais/mmlu")
         try:
             from datasets import load_dataset
 
-            rows = load_dataset(
-                data.removeprefix(HUB), config, split=hub_split, trust_remote_code=False
-            )
+            rows = load_dataset(name, config, split=hub_split, trust_remote_code=False)
         except (ImportError, OSError, ValueError, KeyError) as error:
             if data.startswith(HUB):
                 raise InputError(f"{data}: cannot be loaded from the hub: {error}") from error

@@ -2,9 +2,11 @@
 
 import json
 import os
+import pickle
 import re
 import resource
 import signal
+import sys
 import time
 
 import pytest
@@ -127,6 +129,22 @@ def test_a_line_within_a_message_is_indented(capsys):
     assert capsys.readouterr().err == "error: a: 'x\n       error: forged\\u001b[2J'\n"
 
 
+def test_a_traceback_has_no_control_characters(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def work():
+        raise OddError("\x1b[2J")
+
+    with pytest.raises(OddError) as caught:
+        finish(work)
+    sys.excepthook(OddError, caught.value, None)
+    assert capsys.readouterr().err.endswith("OddError: \\u001b[2J\n")
+
+
+class OddError(Exception):
+    """An error that no command expects."""
+
+
 RECORD = {"id": "1", "subject": "s", "label": 0, "logprobs": [-0.1, -3.0]}
 CONTINUATION = {**RECORD, "scoring": "continuation"}
 DIGITS = 10**400  # which no float can hold
@@ -234,3 +252,23 @@ def test_nothing_is_kept_beside_records_of_others_nor_believed(tmp_path, monkeyp
     assert evaluations.load(file, parts=[]).model == "forged"  # one's own is read
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     assert evaluations.load(file, parts=[]).model == "?"
+
+
+class Unpickled:
+    """Leaves a file where it is unpickled."""
+
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
+@pytest.mark.parametrize("data", ["hub:pandas", "pandas", "hub:../pandas"])
+def test_no_reader_of_datasets_is_called_by_the_name_of_data(tmp_path, monkeypatch, data):
+    """`datasets` knows readers by such words; pandas unpickled what lay in the current folder."""
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pandas").mkdir()
+    (tmp_path / "pandas" / "README.md").touch()
+    (tmp_path / "test.pkl").write_bytes(pickle.dumps(Unpickled()))
+    with pytest.raises(InputError):
+        load(Task(task="piqa", data=data))
+    assert not (tmp_path / "ran").exists()

@@ -36,6 +36,7 @@ WORDS = {
     "float": FLOAT,
 }
 
+OVERRIDE = "command line ("  # begins the place of what was typed, before the words
 KEY_ERROR = "key"  # the type of pydantic's errors that `key_error` makes
 
 # A variable in a text, or two dollars, which stand for one.
@@ -125,7 +126,7 @@ def override(raw: dict[str, Any], assignments: Iterable[str]) -> dict[str, str]:
     places = {}
     for assignment in assignments:
         dotted, _, text = assignment.partition("=")
-        place = f"command line ({assignment})"
+        place = f"{OVERRIDE}{assignment})"
         value, _ = parse(text, place)
         places[dotted] = place
         *above, last = dotted.split(".")
@@ -253,33 +254,39 @@ def nearest_place(dotted: str, places: Mapping[str, str], source: str) -> str:
     return source
 
 
-def expand_all(value: Any, source: str, places: Mapping[str, str], key: str = "") -> Any:
+def expand_all(
+    value: Any, source: str, places: Mapping[str, str], key: str = "", *, is_folder: bool = False
+) -> Any:
     """`value` with every text in it expanded: see `expand`.
 
     `source` and `places` are those of `build`. `key` is the dotted key of `value`; "" is for all
-    that was read.
+    that was read. Of a sweep's folder, whose file may be anybody's, the overrides alone may have
+    variables.
     """
     above = f"{key}." if key else ""
     if isinstance(value, dict):
         return {
-            name: expand_all(item, source, places, f"{above}{name}") for name, item in value.items()
+            name: expand_all(item, source, places, f"{above}{name}", is_folder=is_folder)
+            for name, item in value.items()
         }
     if isinstance(value, list):
         return [
-            expand_all(item, source, places, f"{above}{position}")
+            expand_all(item, source, places, f"{above}{position}", is_folder=is_folder)
             for position, item in enumerate(value)
         ]
     if isinstance(value, str) and not ADDRESS.fullmatch(key):
-        return expand(f"{nearest_place(key, places, source)}: {key}", value)
+        place = nearest_place(key, places, source)
+        is_typed = place.startswith(OVERRIDE)
+        return expand(f"{place}: {key}", value, has_variables=is_typed or not is_folder)
     return value
 
 
-def expand(where: str, text: str) -> str:
+def expand(where: str, text: str, has_variables: bool = True) -> str:
     """A text with `~` and variables replaced, as a shell would; `$$` is a dollar.
 
     Raises InputError for a variable that is not set, or is a secret by its name: what is made of
-    the text stands in files that others can read. Its message begins with `where`, which names the
-    key that holds the text.
+    the text stands in files that others can read. So does any without `has_variables`, where `~`
+    stays too. Its message begins with `where`, which names the key that holds the text.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -288,6 +295,11 @@ def expand(where: str, text: str) -> str:
         name = match["name"] or match["braced"]
         if name is None:
             raise InputError(f"{where}: {text}: write $NAME or ${{NAME}}, or $$ for a dollar")
+        if not has_variables:
+            raise InputError(
+                f"{where}: {text}: ${name}: a sweep's folder takes no variables of your shell: "
+                "type the sweep's file"
+            )
         if re.fullmatch(SECRET_NAME, name):
             raise InputError(
                 f"{where}: {text}: ${name} is a secret by its name, and would stand in files: "
@@ -300,7 +312,8 @@ def expand(where: str, text: str) -> str:
             )
         return os.environ[name]
 
-    return os.path.expanduser(re.sub(VARIABLE, replacement, text))
+    expanded = re.sub(VARIABLE, replacement, text)
+    return os.path.expanduser(expanded) if has_variables else expanded
 
 
 def escape_dollars(value: Any) -> Any:
