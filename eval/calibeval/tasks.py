@@ -353,8 +353,8 @@ class _Reader:
         if source.config is not None:
             config = self._filled("data.config", source.config, {"language": self.task.language})
         hub_split = source.hub_splits.get(split, split)
-        # `datasets` takes some words for readers of its own, such as pandas, which unpickles what
-        # lies in the current folder.
+        # `datasets` takes some words for readers of its own, such as pandas, which used to unpickle
+        # what lies in the current folder.
         if not data.startswith(HUB):
             name = os.path.abspath(data)
         elif HUB_NAME.fullmatch(data):

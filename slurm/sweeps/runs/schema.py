@@ -272,7 +272,7 @@ class Dataset(Strict):
     hub: str = option(
         ...,
         "Name of the data set on the hub, as owner/name.",
-        # A word alone may be a reader of `datasets`, such as pandas, which unpickles files.
+        # A word alone may be a reader of `datasets`, such as pandas, which used to unpickle.
         pattern=r"^[\w-][\w.-]*/[\w-][\w.-]*$",
     )
     to: str = option(
