@@ -37,6 +37,7 @@ __all__ = [
     "atomic_write",
     "counted",
     "finish",
+    "hanging",
     "json_lines",
     "one_line",
     "open_to_write",
@@ -119,12 +120,7 @@ def _show_traceback(
 
 
 def _show_error(message: str) -> None:
-    """Print why a command ends; what follows a line break is indented below `error: `.
-
-    So a line that somebody's file has put into the message is not taken for one of the command's.
-    """
-    lines = [line.lstrip() for line in message.splitlines()]
-    show("\n       ".join([f"error: {lines[0] if lines else ''}", *lines[1:]]), to_stderr=True)
+    show(hanging(f"error: {message}"), to_stderr=True)
 
 
 @overload
@@ -343,6 +339,14 @@ def printable(text: str) -> str:
     program has said. They are written as JSON writes them, \u001b; see `CONTROL_CHARACTERS`.
     """
     return CONTROL_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def hanging(text: str) -> str:
+    """A text whose lines after the first are indented.
+
+    So a line that somebody's file has put into a message is not taken for one of the command's.
+    """
+    return "\n       ".join(line.lstrip() for line in text.splitlines())
 
 
 def one_line(text: str) -> str:

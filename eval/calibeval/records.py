@@ -24,6 +24,7 @@ from calibeval.io import (
     LARGE_FILE,
     InputError,
     counted,
+    hanging,
     json_lines,
     parse_json,
     read_text,
@@ -167,11 +168,11 @@ class Records:
 def warn_of_ties(path: Path, tied: int, questions: int) -> None:
     """Print how many questions are tied, if any is: the order of the choices decides these."""
     if tied:
-        show(
+        message = (
             f"warning: {path}: {tied} of {counted(questions, 'question')} have several likeliest "
-            "choices, of which the first counts as the answer",
-            to_stderr=True,
+            "choices, of which the first counts as the answer"
         )
+        show(hanging(message), to_stderr=True)
 
 
 def sidecar(path: Path) -> Path:

@@ -177,16 +177,12 @@ def _enter_launch_folder(parsed: argparse.Namespace) -> None:
 def _look_for_nothing_here(parsed: argparse.Namespace) -> None:
     """Take care that the folder to be entered has no say in which programs and modules are found.
 
-    Where PATH or Python's path names a folder from the current one, it is the one that it names
-    now.
+    Where the paths of programs and modules begin at the current folder, it is this one.
     """
     programs = os.environ.get("PATH", os.defpath).split(os.pathsep)
     os.environ["PATH"] = os.pathsep.join(map(os.path.abspath, programs))
     sys.path[:] = map(os.path.abspath, sys.path)
-    if os.environ.get("PYTHONPATH"):
-        folders = os.environ["PYTHONPATH"].split(os.pathsep)
-        os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))
-    if parsed.command in ("launch", "collect"):  # which draw
+    if parsed.command == "collect":  # which draws
         import matplotlib  # noqa: F401 reads a `matplotlibrc` of the current folder now
 
 
@@ -215,7 +211,7 @@ def _plan_to_try(parsed: argparse.Namespace) -> "SweepPlan":
 
 def _plan_to_look_at(parsed: argparse.Namespace) -> "SweepPlan":
     """The sweep that was typed, or what its folder holds where its backend cannot be imported."""
-    from calibeval.io import show
+    from calibeval.io import hanging, show
     from sweeps.runs.backend_modules import NoBackend
     from sweeps.runs.grid import plan_from_folder, plan_to_look_at
 
@@ -225,12 +221,13 @@ def _plan_to_look_at(parsed: argparse.Namespace) -> "SweepPlan":
         plan = plan_from_folder(parsed.sweep, parsed.overrides)
         if not plan.runs:
             raise
-        show(f"warning: {error}; this is what its folder holds", to_stderr=True)
+        message = f"warning: {error}; this is what its folder holds"
+        show(hanging(message), to_stderr=True)
         return plan
 
 
 def _launch(parsed: argparse.Namespace) -> int:
-    from calibeval.io import InputError, show
+    from calibeval.io import InputError, hanging, show
     from sweeps.launch import preflight
 
     plan = _plan_to_try(parsed) if parsed.dry_run else _plan(parsed)
@@ -241,7 +238,7 @@ def _launch(parsed: argparse.Namespace) -> int:
         raise InputError("--scripts: without Slurm there are none; leave out --executor local")
     note = plan.joined_sweep()
     if note:
-        show(note, to_stderr=True)
+        show(hanging(note), to_stderr=True)
     problems = preflight.problems(plan, executor, runs_programs=not parsed.dry_run)
     if parsed.dry_run:
         _dry_run(plan, problems)
@@ -262,12 +259,12 @@ def _launch(parsed: argparse.Namespace) -> int:
 
 def _dry_run(plan: "SweepPlan", problems: list[str]) -> None:
     """Print every run's state, and what a launch would refuse."""
-    from calibeval.io import show
+    from calibeval.io import hanging, show
     from sweeps.results import status
 
     show(status.table(plan))
     for problem in problems:
-        show(f"a launch would refuse: {problem}")
+        show(hanging(f"a launch would refuse: {problem}"))
     if not problems:
         print("a launch would refuse nothing")
 
@@ -370,7 +367,7 @@ def _collect(parsed: argparse.Namespace) -> int:
 
 
 def _prefetch(parsed: argparse.Namespace) -> int:
-    from calibeval.io import show
+    from calibeval.io import hanging, show
     from sweeps.launch import assets
     from sweeps.launch.hub_cache import use_cache
     from sweeps.runs.schema import load_cluster
@@ -380,7 +377,7 @@ def _prefetch(parsed: argparse.Namespace) -> int:
     use_cache(load_cluster(plan.sweep.cluster))
     problems = assets.fetch(assets.assets(plan))
     for problem in problems:
-        show(f"failed: {problem}", to_stderr=True)
+        show(hanging(f"failed: {problem}"), to_stderr=True)
     return 1 if problems else 0
 
 

@@ -227,6 +227,11 @@ def planted_job(run, tag: str, **files: bytes) -> None:
         (folder / name.replace("_", ".")).write_bytes(content)
 
 
+def planted_program(file: Path) -> None:
+    file.write_text(f"#!/bin/sh\ntouch '{file.parent}/ran'\n")
+    file.chmod(0o755)
+
+
 def planted_rows(file: Path, *rows: dict) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -242,6 +247,7 @@ ODD_FILES = {
         {"began": "t", "stage": {}, "files": [1]},
         {"ended": "t", "error": FORGED},
     ),
+    "an odd error": lambda run: planted_rows(run.attempts_file, {"ended": "t", "error": ["x"]}),
     "a refusal": lambda run: planted_rows(run.attempts_file, {"ended": "t", "refused": FORGED}),
     "metrics": lambda run: planted_rows(
         run.metrics, {"step": FORGED}, {"step": 1, "loss": "x"}, {"step": DIGITS, "loss": DIGITS}
@@ -251,16 +257,20 @@ ODD_FILES = {
     "the profile of a job": lambda run: planted_job(run, "abc123", profile_yaml=b"- 1"),
     "the list of a job": lambda run: planted_job(run, "abc123", names=b"\xff\n"),
     "the name of a job": lambda run: planted_job(run, "(a+)+(", script_sh=b"a" * 99),
-    "a grid": lambda run: edit_launched(run, "grid: {}", f"grid: {BILLIONS}"),
+    "a grid": lambda run: (
+        edit_launched(run, "  a: 1\n  b: 1\n  seed: 1\n", ""),
+        edit_launched(run, "grid: {}", f"grid: {BILLIONS}"),
+    ),
     "a key": lambda run: edit_launched(run, "grid: {}", "grid: {}\n? {a: {b: c}}\n: 1"),
-    "a variable": lambda run: edit_launched(run, "grid: {}", "grid: {seed: [$HOME]}"),
     "the place of the launch": lambda run: (
         (run.path.parent / "launched_in").write_text(f"{run.path.parent}\n{ESCAPE}\n"),
         os.mkfifo(run.path.parent / "matplotlibrc"),
+        planted_job(run, "abc123"),
+        planted_program(run.path.parent / "squeue"),
     ),
     "an endless log": lambda run: (run.attempts_file.touch(), os.truncate(run.metrics, 1 << 40)),
 }
-BILLIONS = "{a: [1,2,3,4], " + ", ".join(f"k{number}: [1,2,3,4]" for number in range(20)) + "}"
+BILLIONS = "{" + ", ".join(f"{key}: {list(range(2000))}" for key in ("seed", "a", "b")) + "}"
 
 
 def edit_launched(run, old: str, new: str) -> None:
@@ -273,9 +283,10 @@ def edit_launched(run, old: str, new: str) -> None:
 @pytest.mark.parametrize("plant", ODD_FILES.values(), ids=ODD_FILES)
 def test_odd_files_of_a_folder_end_in_words_and_in_time(toy_file, tmp_path, plant):
     """They ended in tracebacks, in lines that the command had not said, or not at all."""
-    run = prepare(toy_file(grid={}, backend="command", train={"command": ["true", "{run_dir}"]}))
+    words = ["true", "{run_dir}", "{a}", "{b}", "{seed}"]
+    train = {"command": words, "a": 1, "b": 1, "seed": 1}
+    run = prepare(toy_file(grid={}, backend="command", train=train))
     run.metrics.touch()
-    run.done_file.touch()
     plant(run)
     (tmp_path / "squeue").write_text("#!/bin/sh\n")
     (tmp_path / "squeue").chmod(0o755)
@@ -292,6 +303,7 @@ def test_odd_files_of_a_folder_end_in_words_and_in_time(toy_file, tmp_path, plan
         assert done.returncode in (0, 1, 2) and "Traceback" not in printed, printed
         assert "\x1b" not in printed and "\x9b" not in printed
         assert not any(line.startswith("forged") for line in printed.splitlines()), printed
+        assert not (folder / "ran").exists()
 
 
 def test_variables_of_the_shell_are_for_what_is_typed_and_not_for_a_folder(toy_file, monkeypatch):
