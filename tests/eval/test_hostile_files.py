@@ -168,6 +168,25 @@ def test_odd_values_of_records_end_in_one_line(tmp_path, capsys, record, sidecar
     assert re.search(rf"^error: .*{problem}.*\n$", capsys.readouterr().err)
 
 
+def test_names_of_an_index_reach_tables_and_figures_without_control_characters(tmp_path, capfd):
+    """matplotlib warned of them in words that held them."""
+    (tmp_path / "r.jsonl").write_text(
+        "".join(json.dumps({**CONTINUATION, "id": f"{number}"}) + "\n" for number in range(3))
+    )
+    entry = {"records": "r.jsonl", "dataset": "d\x1b[2J", "model": "m\x9b\nforged"}
+    index = tmp_path / "index.jsonl"
+    index.write_text(json.dumps({**entry, "label_smoothing": 0.0, "a\x1b": "\x1b"}) + "\n")
+    assert main(["collect", str(index), "--out", str(tmp_path / "out")]) == 0
+    printed = capfd.readouterr()
+    texts = [printed.out, printed.err]
+    for file in (tmp_path / "out").iterdir():
+        if file.suffix != ".png":
+            texts.append(file.read_text())
+    assert not any("\x1b" in text or "\x9b" in text or "\nforged" in text for text in texts)
+    index.write_text(json.dumps({**entry, "label_smoothing": 0.0, "x": DIGITS}) + "\n")
+    assert main(["collect", str(index), "--out", str(tmp_path / "out")]) == 2
+
+
 def inspect_log(token="A", logprob=-0.1, epoch=1, packages=None):
     """An Inspect log of one sample."""
     top = [{"token": token, "logprob": logprob}, {"token": "B", "logprob": -3.0}]
