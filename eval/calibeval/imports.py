@@ -44,19 +44,21 @@ import numpy as np
 
 from calibeval import records, task_files
 from calibeval.io import (
+    LARGE_FILE,
     InputError,
     counted,
     json_lines,
     parse_json,
     read_text,
     reading,
+    regular_file,
     sha256,
     show,
 )
 from calibeval.questions import LETTERS
 from calibeval.records import RawRecord
 from calibeval.task_files import Normaliser
-from calibeval.validation import checked
+from calibeval.validation import checked, is_unicode
 
 SAMPLES_NAME = re.compile(r"samples_(?P<task>.+?)(?P<time>_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
 # What makes a file's name: a data set's may be anything in a log.
@@ -83,7 +85,7 @@ MMLU_SUBJECTS = (
     *("sociology", "us_foreign_policy", "virology", "world_religions"),
 )
 # What a sample that is no multiple choice makes its reader raise.
-NOT_A_SAMPLE = (LookupError, TypeError, ValueError, AttributeError)
+NOT_A_SAMPLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 # Why a sample is left out: a key of the sidecar's settings, and what follows "2 samples".
 LEFT_OUT = {
     "errored": "that ended in an error",
@@ -346,10 +348,12 @@ def _lm_eval_results(file: Path, task: str) -> _Results:
             results = parse_json(read_text(file))
         shared: RawRecord = {
             "shots": results.get("n-shot", {}).get(task),
-            "versions": {
-                "lm_eval": results.get("lm_eval_version"),
-                "transformers": results.get("transformers_version"),
-            },
+            "versions": _texts(
+                {
+                    "lm_eval": results.get("lm_eval_version"),
+                    "transformers": results.get("transformers_version"),
+                }
+            ),
         }
         chat_template = results.get("chat_template_sha")
         if chat_template is not None:
@@ -369,6 +373,15 @@ def _lm_eval_results(file: Path, task: str) -> _Results:
         )
     except (ValueError, AttributeError) as error:
         raise InputError(f"{file}: not lm-eval's results ({error})") from error
+
+
+def _texts(versions: dict[str, Any]) -> dict[str, str]:
+    """The packages' versions that are texts which a file can hold."""
+    return {
+        name: version
+        for name, version in versions.items()
+        if isinstance(version, str) and is_unicode(name) and is_unicode(version)
+    }
 
 
 def _lines_of_first_filter(path: Path) -> list[tuple[str, RawRecord]]:
@@ -403,7 +416,7 @@ def _placed_samples(path: Path) -> Iterator[tuple[str, RawRecord]]:
         yield from json_lines(path)
         return
     try:
-        samples = parse_json(read_text(path))
+        samples = parse_json(read_text(path, LARGE_FILE))
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error})") from error
     for number, sample in enumerate(samples, start=1):
@@ -527,11 +540,13 @@ def _lm_eval_label(
 
 def _common_white_space(texts: list[str]) -> str:
     """The white space that all texts begin with."""
-    first = texts[0]
-    for length in range(len(first) - len(first.lstrip()), 0, -1):
-        if all(text.startswith(first[:length]) for text in texts):
-            return first[:length]
-    return ""
+    first = min(texts)
+    length = 0
+    for character, other in zip(first, max(texts), strict=False):
+        if character != other or not character.isspace():
+            break
+        length += 1
+    return first[:length]
 
 
 def _possible(logprobs: list[float]) -> list[float]:
@@ -613,7 +628,7 @@ def _builtin_task(task: str) -> str | None:
 ANSWER = re.compile(r"ANSWER\s*:[\s$*(]*(?P<letter>[A-Z])(?![A-Z0-9])", re.IGNORECASE)
 ANSWER_LINE = re.compile(rf"^[ \t]*{ANSWER.pattern}[ \t$*),.]*$", re.IGNORECASE | re.MULTILINE)
 LONE_LETTER = re.compile(r"(?<!\w)(?P<letter>[A-Z])(?!\w)")
-NO_WORD_AT_ENDS = re.compile(r"^\W+|\W+$")
+WORD_CHARACTER = re.compile(r"\w")
 # How its scorer's explanation begins where the letters are not those of the log's choices.
 SHUFFLED = "Choices were shuffled before generating"
 
@@ -624,7 +639,7 @@ def read_inspect(path: Path) -> Log:
     if path.suffix == ".eval":
         raise InputError(f"{path}: an archive, not a log that can be read; {remedy}")
     try:
-        log = parse_json(read_text(path))
+        log = parse_json(read_text(path, LARGE_FILE))
         status = log.get("status")
     except (ValueError, AttributeError) as error:
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
@@ -640,19 +655,26 @@ def read_inspect(path: Path) -> Log:
         task = log["eval"]["task"].split("/")[-1]
         shared = {
             "model": log["eval"]["model"],
-            "versions": log["eval"].get("packages") or {},
+            "versions": _texts(log["eval"].get("packages") or {}),
         }
         samples = [
             LogSample(
                 place=f"{path}, sample {sample.get('id')}",
                 make_row=partial(inspect_row, sample, task),
-                epoch=sample.get("epoch", 1),
+                epoch=_epoch(sample),
             )
             for sample in log["samples"]
         ]
     except (LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
     return Log(task, shared, samples, tells_of_chats=False)
+
+
+def _epoch(sample: dict[str, Any]) -> int:
+    epoch = sample.get("epoch", 1)
+    if type(epoch) is not int:
+        raise TypeError(f"epoch is {epoch!r}")
+    return epoch
 
 
 def inspect_row(sample: dict[str, Any], task: str) -> RawRecord:
@@ -773,7 +795,12 @@ def _plain(token: str) -> str:
 
 def _bare(text: str) -> str:
     """A token's text without spaces, colons, brackets and the like around it."""
-    return NO_WORD_AT_ENDS.sub("", text)
+    first = WORD_CHARACTER.search(text)
+    if first is None:
+        return ""
+    last = WORD_CHARACTER.search(text[::-1])
+    assert last is not None
+    return text[first.start() : len(text) - last.start()]
 
 
 # --- lighteval ---
@@ -789,7 +816,8 @@ def read_lighteval(path: Path) -> Log:
             f"{path}: {error}; `pip install pyarrow` gives what reads lighteval's files"
         ) from error
     try:
-        rows = read_table(path).to_pylist()
+        with open(path, "rb", opener=regular_file) as file:
+            rows = read_table(file).to_pylist()
         names = [row["doc"]["task_name"] for row in rows]
         # "mmlu:anatomy|5" is the task mmlu:anatomy with five examples.
         task = names[0].rpartition("|")[0].replace(":", "_") if names else ""
