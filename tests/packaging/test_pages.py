@@ -167,7 +167,7 @@ def chats(tmp_path):
 
 def local_script(folder: Path, name: str = "kernel/README.md") -> str:
     """A page's script on the folder's model and chats, for two updates on CPUs."""
-    script = python_block(name, "# train")
+    script = python_block(name, 'data_files="chats.jsonl"')
     output = f'output_dir="{folder / "out"}", max_steps=2, use_cpu=True, report_to="none"'
     changes = {
         '"chats.jsonl"': f'"{folder / "train.jsonl"}"',
@@ -196,7 +196,7 @@ def test_a_csv_file_is_scored_as_the_page_says(tmp_path):
 
     tiny_world.main(tmp_path)
     text = page("eval/README.md").split("### A CSV file")[1]
-    lines = text.split("\n\n")[2].splitlines()
+    lines = text.split("\n\n")[1].splitlines()
     (tmp_path / "questions.csv").write_text("\n".join(line.strip() for line in lines))
     task = re.search(r"```yaml\n(.*?)```", text, flags=re.DOTALL)[1]
     (tmp_path / "questions.yaml").write_text(task)
