@@ -5,10 +5,11 @@ Each is an SVG for the page and a PNG for slides, 17.5 cm wide, a page's width.
 
 import hashlib
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
@@ -25,7 +26,10 @@ WIDTH = 17.5  # centimetres
 CENTIMETRES_PER_INCH = 2.54
 PANELS_ACROSS = 5
 PANEL_METRICS = (MAIN_ERROR, "mcb", "dsc")  # whose values stand in a panel's title
-NAME_LENGTH = 34  # characters of a panel's title
+NAME_WIDTH = 24  # characters of a line of a panel's title
+NAME_LINES = 2
+# Of the models before fine-tuning, which have no β to stand at, in the order in which they come.
+BASE_STYLES = ("--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))
 FILE_NAME_LENGTH = 150  # characters of a data set's name; file systems take 255 in all
 INK = "#222222"
 GREY = "#888888"
@@ -88,7 +92,7 @@ def _drawings(results: Results, data_set: str) -> list[Drawing]:
     if len({row.beta for row in rows} - {None}) > 1:
         caption = (
             f"{METRICS[MAIN_ERROR].heading} on {data_set} against β; dotted: what 95 % of "
-            "calibrated models stay below, in the mean over the seeds; dashed: before "
+            "calibrated models stay below, in the mean over the seeds; grey: before "
             "fine-tuning."
         )
         canvas = error_over_beta(rows, data_set, rows_with)
@@ -98,7 +102,10 @@ def _drawings(results: Results, data_set: str) -> list[Drawing]:
             f"Reliability on {data_set}, confidence {AMONG_WORDS[among]}. Coloured: "
             "accuracy by the kernel of the smooth ECE with its 95 % band; black: by "
             "isotonic regression; grey: where that lies in 95 % of calibrated models; "
-            "below, where the questions are."
+            "below, where the questions are. Above a panel stand its errors: MCB is what "
+            "recalibration would take off the Brier score of the likeliest choice (lower is "
+            "better), and DSC what telling right answers from wrong ones takes off (higher is "
+            "better)."
         )
         if any(len(row.evaluations_of(data_set)) > 1 for row in rows_of_figure):
             caption += (
@@ -169,8 +176,8 @@ def reliability_diagrams(
     rows: Sequence[TableRow], data_set: str, among: ConfidenceDefinition
 ) -> "Canvas":
     """Return a figure with one diagram a row of the table."""
-    across = min(PANELS_ACROSS, max(len(rows), 3))
-    down = math.ceil(len(rows) / across)
+    down = math.ceil(len(rows) / PANELS_ACROSS)
+    across = max(math.ceil(len(rows) / down), 3)  # as many in each line, so that none is left over
     panel_height = 1.35 * WIDTH / across + 0.9
     canvas = _canvas(down * panel_height + 0.6)
     axes = canvas.subplots(down, across, sharex=True, sharey=True, squeeze=False)
@@ -179,13 +186,17 @@ def reliability_diagrams(
     for axis, row in zip(axes.flat, rows, strict=False):
         draw_curves(axis, mean_curves(row, data_set, among), color(row.beta))
         name = row.name_without("model") if one_model else row.name()
-        axis.set_title(f"{name[:NAME_LENGTH]}\n{_title_values(row, data_set, among)}", pad=3)
+        name = textwrap.fill(name, NAME_WIDTH, max_lines=NAME_LINES, placeholder=" …")
+        axis.set_title(f"{name}\n{_title_values(row, data_set, among)}", pad=3)
         axis.set_aspect("equal")
         axis.spines[:].set_visible(True)
     for axis in axes.flat[len(rows) :]:
         axis.set_axis_off()
-    canvas.supylabel("accuracy", fontsize=7.5)
-    canvas.supxlabel(f"confidence {AMONG_WORDS[among]}", fontsize=7.5)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("accuracy")
+    for axis in axes.flat[max(len(rows) - across, 0) : len(rows)]:  # the last of each column
+        axis.set_xlabel(f"confidence {AMONG_WORDS[among]}")
+        axis.tick_params(labelbottom=True)
     return canvas
 
 
@@ -247,14 +258,21 @@ def error_over_beta(
             line_color = f"C{place % 10}"
             axis.plot(betas, [e.value for e in estimates], "o-", color=line_color, label=name)
             axis.plot(betas, [e.floor for e in estimates], ":", color=line_color)
-        for row in rows_of_panel:
-            if row.beta is None:
-                value = row.estimate(data_set, MAIN_ERROR, among).value
-                axis.axhline(value, color=GREY, ls="--", lw=1)
+        bases = [row for row in rows_of_panel if row.beta is None]
+        for place, row in enumerate(bases):
+            value = row.estimate(data_set, MAIN_ERROR, among).value
+            style = BASE_STYLES[place % len(BASE_STYLES)]
+            name = row.name_without("label_smoothing") or row.setting["model"]
+            label = f"{name}, before fine-tuning"
+            axis.axhline(value, color=GREY, ls=style, lw=1, label=label)
         axis.set_title(f"{data_set}, confidence {AMONG_WORDS[among]}", pad=4)
         axis.set(xlabel="label smoothing β", ylabel=METRICS[MAIN_ERROR].heading)
         axis.label_outer()
     panels[0].set_ylim(0, None)  # all panels share this axis
-    handles = panels[-1].get_legend_handles_labels()[0]
-    canvas.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4))
+    handles: dict[str, Any] = {}  # by label, since panels share most lines
+    for axis in panels:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    columns = min(len(handles), 4)
+    canvas.legend(handles=[*handles.values()], loc="outside lower center", ncols=columns)
     return canvas

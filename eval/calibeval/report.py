@@ -278,11 +278,13 @@ def _resampled(evaluations_of: dict[str, list[Evaluation]]) -> str:
 def _difference_note(resampled: str) -> str:
     """What a table of differences shows, of intervals over `resampled`."""
     return (
-        "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
-        f"same resamples of the {resampled} for both. Seeds: 3: three pairs of runs, each of "
-        "one seed; 1: one run less one run, whatever their seeds; 1 − 3: not paired, one run less "
-        "the mean of three. The interval adds what the seeds of a side "
-        f"differ by where it has two or more: of a single run it covers the {resampled} alone."
+        "Each number is the row's value minus that at β = 0 of the same setting, without a "
+        f"calibrator. With it stands the 95 % interval, over the same resamples of the {resampled} "
+        "for both sides. The seeds of a row say how many runs were compared: 3 are three runs "
+        "minus the three of the same seeds at β = 0, 1 is one run minus one run, and 1 − 3 is one "
+        "run minus the mean of three. Where a side has two seeds or more, the interval also "
+        "covers how much they differ; of a single run it covers the "
+        f"{resampled} alone."
     )
 
 

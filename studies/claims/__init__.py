@@ -16,8 +16,8 @@ To add a model:
 - For the figure's label, add an entry of `model_labels` in config.yaml. The forest plot draws every
   model that has records of three seeds or more.
 - To publish its records, commit records/NAME.parquet, records/NAME/ and records/manifest.json. The
-  tests ask which parts were not run (`NOT_RUN` in tests/studies/test_claims.py), and hold the
-  page's tables to the records of the models in `LABELS` of tests/studies/test_claims_page.py.
+  tests ask which parts were not run (`NOT_RUN` in tests/studies/test_claims.py), and
+  `python -m studies.claims.appendix` gives it a section of APPENDIX.md.
 
 To add anything else:
 

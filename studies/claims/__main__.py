@@ -34,8 +34,10 @@ Steps:
     summary       accuracy, calibration error and log loss of `recommended`, `over-trained`,
                   `high-rate` and `two-epochs`, as the records tell; draws the calibration error
                   of the first two
-    report        the differences behind the page's claims, as the records tell, and forest.png,
-                  which draws what smoothing does to all models
+    report        differences between settings, as the records tell, and forest.png, which draws
+                  what smoothing does to all models
+
+`python -m studies.claims.appendix` makes the tables of the study's pages of all published models.
 
 An interrupted run goes on where its folder is. key=value overrides the sweep of every part, for
 example workers=6 for six runs at a time, or grid.seed=[0,1,2]. A key that open-instruct's script

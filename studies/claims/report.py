@@ -1,10 +1,8 @@
-"""The differences of a model, from which the page's table of claims is written by hand.
+"""The differences of a model, which APPENDIX.md has of each.
 
 `report` prints, in this order: differences of calibration errors, differences of MMLU's guards, the
-losses of the part `equal`, held-out losses, fitted temperatures, and entropy gaps. The page's first
-tables are levels, which `summary` prints. Which contrast is which claim is in `CLAIMS` of
-tests/studies/test_claims_page.py, and the verdict on a claim follows from its intervals by the
-page's table of verdicts, as `verdict` does there.
+losses of the part `equal`, held-out losses, fitted temperatures, and entropy gaps. Levels are
+printed by `summary`; which contrast is which claim is in `appendix.CLAIMS`.
 """
 
 import math
@@ -48,16 +46,20 @@ def report(study: Study) -> None:
     beside it is `forest.png`.
     """
     study.store.merge(study.model)
-    runs = answered_runs(study)
-    lines = contrast_table(runs, columns_by_title(CALIBRATION))
-    lines += contrast_table(runs, GUARDS)
-    lines += equal_loss_lines(study)
-    lines += held_out_loss_table(study)
-    lines += temperature_lines(run.record for run in runs)
-    lines += entropy_gap_table(study)
-    write_text(study.runs_folder / f"{study.model}.md", "\n".join(lines))
-    print(*lines, sep="\n")
+    text = lines(study, answered_runs(study))
+    write_text(study.runs_folder / f"{study.model}.md", "\n".join(text))
+    print(*text, sep="\n")
     draw_forest(study, study.runs_folder / "forest.png")
+
+
+def lines(study: Study, runs: list[AnsweredRun]) -> list[str]:
+    """The lines of all tables of a model."""
+    text = contrast_table(runs, columns_by_title(CALIBRATION))
+    text += contrast_table(runs, GUARDS)
+    text += equal_loss_lines(study)
+    text += held_out_loss_table(study)
+    text += temperature_lines(run.record for run in runs)
+    return text + entropy_gap_table(study)
 
 
 def columns_by_title(quantities: list[Quantity]) -> dict[str, Quantity]:

@@ -87,17 +87,23 @@ def summary(study: Study) -> None:
     The tables and the figure are `<model>-summary.md` and `<model>-ece.png` in the study's folder.
     """
     study.store.merge(study.model)
-    model_runs = answered_runs(study)
+    runs = answered_runs(study)
+    text = lines(runs)
+    write_text(study.runs_folder / f"{study.model}-summary.md", "\n".join(text))
+    print(*text, sep="\n")
     recipes = recipes_of_first_tables()
-    rows_by_task = {task: rows_of_recipes(model_runs, task, recipes) for task in LETTER_TASKS}
-    lines = []
-    for task, rows in rows_by_task.items():
-        lines += task_table(rows, LETTER_TASKS[task])
-    others = rows_of_recipes(model_runs, "mmlu", recipes_of_other_parts())
-    lines += task_table(others, "MMLU, other parts")
-    write_text(study.runs_folder / f"{study.model}-summary.md", "\n".join(lines))
-    print(*lines, sep="\n")
+    rows_by_task = {task: rows_of_recipes(runs, task, recipes) for task in LETTER_TASKS}
     draw_ece(rows_by_task, study.runs_folder / f"{study.model}-ece.png")
+
+
+def lines(model_runs: list[AnsweredRun]) -> list[str]:
+    """The lines of all tables of a model."""
+    recipes = recipes_of_first_tables()
+    text = []
+    for task, title in LETTER_TASKS.items():
+        text += task_table(rows_of_recipes(model_runs, task, recipes), title)
+    others = rows_of_recipes(model_runs, "mmlu", recipes_of_other_parts())
+    return text + task_table(others, "MMLU, other parts")
 
 
 def recipes_of_first_tables(labels: dict[str, str] = SETTING_LABELS) -> list[RowRecipe]:

@@ -340,8 +340,8 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
 
 
-def page(verdicts: list[Verdict]) -> str:
-    """The verdicts as Markdown."""
+def page(verdicts: list[Verdict], with_reasons: bool) -> str:
+    """The verdicts as Markdown, with a table of why classes were not built or their names alone."""
     import transformers
 
     right = [row for row in verdicts if row.accepted and not row.wrong]
@@ -370,8 +370,12 @@ def page(verdicts: list[Verdict]) -> str:
             lines.append(f"| {short(row.name)} | {row.loss_error:.1e} | {row.gradient_error:.1e} |")
     lines += ["", "| refused | because |", "|---|---|"]
     lines += [f"| {short(row.name)} | {row.refused.partition(': ')[2]} |" for row in refused]
-    lines += ["", "| not built | because |", "|---|---|"]
-    lines += [f"| {short(row.name)} | {row.not_built} |" for row in not_built]
+    if with_reasons:
+        lines += ["", "| not built | because |", "|---|---|"]
+        lines += [f"| {short(row.name)} | {row.not_built} |" for row in not_built]
+    else:
+        names = ", ".join(short(row.name) for row in not_built)
+        lines += ["", f"Not built: {names}. The command says why of a class that it is given."]
     return "\n".join(lines)
 
 
@@ -384,10 +388,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="classes; all where none is given")
-    names = parser.parse_args().names or sorted({*class_names(), *image_text_names()})
+    given = parser.parse_args().names
+    names = given or sorted({*class_names(), *image_text_names()})
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        print(page([verdict(name) for name in names]))
+        print(page([verdict(name) for name in names], with_reasons=bool(given)))
 
 
 if __name__ == "__main__":

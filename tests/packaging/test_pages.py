@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -40,63 +41,50 @@ def python_block(name: str, marker: str) -> str:
 def test_the_workspace_of_llama_3_8b_is_that_of_the_page():
     bytes_of_workspace = 4096 * 128_256 * 2  # tokens at a time, the vocabulary, bf16
     assert f"a workspace of {bytes_of_workspace:,} bytes" in page("docs/cost.md")
-    assert f"The {bytes_of_workspace / 1e9:.2f} GB that `explain` prints" in page("docs/cost.md")
-
-
-def test_the_loss_at_llama_3_8b_costs_what_the_kernels_page_says():
-    """In the columns of one H200: milliseconds, and MB beyond inputs and gradients."""
-    names = {
-        "smoothce": "**ours**",
-        "smoothce, `workspace=0`": "ours, `workspace=0`",
-        'smoothce, `filter_eps="auto"`': "ours, filtered",
-        "`torch.compile`": "torch.compile",
-        "torch `F.cross_entropy`": "torch, F.cross_entropy",
-    }
-    of_kernels = {}
-    for cells in rows(page("kernel/RESULTS.md"), "| Gemma 2 2B: V"):
-        milliseconds, memory = cells[2].split(" (")[0], cells[2].split("), ")[-1]
-        of_kernels[cells[0]] = [milliseconds, memory]
-    checked = 0
-    for name, _, milliseconds, memory in rows(page("docs/cost.md"), "Llama 3 8B's last layer"):
-        if milliseconds != "not run":
-            stated = [milliseconds.removesuffix(" ms"), memory.removesuffix(" MB")]
-            assert stated == of_kernels[names[name]]
-            checked += 1
-    assert checked == len(names)
-
-
-def costs_of_methods(heading: str) -> dict[str, list[str]]:
-    """What kernel/RESULTS.md measured of each method: time, memory and the larger error."""
-    text = page("kernel/RESULTS.md")
-    table = rows(text[text.index(heading) :], "method | forward ms")
-    costs = {}
-    for cells in table:
-        name = cells[0].strip("*").split(", β = 0")[0]
-        errors = re.findall(r"[\d.]+e-\d+", cells[5])
-        larger = max(errors, key=float, default="")
-        costs[name] = [f"{cells[2].strip('*')} ms", f"{cells[4]} MB", larger]
-    return costs
 
 
 def test_the_readmes_costs_are_those_that_were_measured():
-    names = {  # README's: without a softcap, and with one, in RESULTS.md
-        "**smoothce**": ("ours", "ours"),
-        "smoothce, `workspace=0`": ("ours, `workspace=0`", "ours, `workspace=0`"),
-        'smoothce, `filter_eps="auto"`': ("ours, filtered", "ours, filtered"),
-        "torch `F.cross_entropy`": ("torch", "torch, F.cross_entropy"),
-        "`torch.compile` of it": ("torch.compile", "torch.compile"),
-        "Unsloth 2026.10.9": ("Unsloth 2026.10.9", "Unsloth 2026.10.9"),
-        "Liger 0.8.5": ("Liger 0.8.5", "Liger 0.8.5"),
-        "TRL 1.16, chunked": ("TRL 1.16.0, chunked", "TRL, chunked 1.16.0"),
-        "cut-cross-entropy 25.1.1": ("cut-cross-entropy 25.1.1", "cut-cross-entropy 25.1.1"),
+    """Of Gemma 2 2B's shape, in the first column of the table of five shapes."""
+    names = {  # README's, in RESULTS.md
+        "**smoothce**": "**ours**",
+        "`torch.compile` of cross-entropy": "torch.compile",
+        "Unsloth 2026.10.9": "Unsloth 2026.10.9",
+        "torch `F.cross_entropy`": "torch, F.cross_entropy",
     }
-    plain = costs_of_methods("# Kernels, measured")
-    capped = costs_of_methods("## Gemma 2 2B with its softcap of 30")
-    stated = {cells[0]: cells[2:] for cells in rows(page("README.md"), "| smooths | time")}
+    measured = {}
+    for cells in rows(page("kernel/RESULTS.md"), "| Gemma 2 2B: V"):
+        milliseconds, memory = cells[1].split(" (")[0], cells[1].split("), ")[-1]
+        measured[cells[0]] = [f"{milliseconds} ms", f"{memory} MB"]
+    stated = {cells[0]: cells[1:] for cells in rows(page("README.md"), "| time | memory")}
     assert stated.keys() == names.keys()
-    for name, (without_softcap, with_softcap) in names.items():
-        cells = [cell.removesuffix(", biased") for cell in stated[name]]
-        assert cells == plain[without_softcap] + capped[with_softcap], name
+    for name, cells in stated.items():
+        assert cells == measured[names[name]], name
+
+
+def test_the_readmes_levels_are_those_of_the_claims():
+    """Of the 1.5B as recommended: accuracy, ECE and log loss at β = 0 and 0.1."""
+    levels = {}
+    for cells in rows(page("studies/claims/README.md"), "model and setting | β | MMLU"):
+        levels.setdefault((cells[0], cells[1]), cells[2:])  # the 1.5B's come first
+    plain, smoothed = levels["as recommended", "0"], levels["as recommended", "0.1"]
+    cooled = levels["as recommended, then a temperature", "0"]
+    expected = []
+    for task in range(3):
+        before, after = plain[3 * task : 3 * task + 3], smoothed[3 * task : 3 * task + 3]
+        choices, tokens = zip(before[1].split("; "), after[1].split("; "), strict=True)
+        pairs = ((before[0], after[0]), choices, tokens, (before[2], after[2]))
+        cells = [" → ".join(pair) for pair in pairs]
+        expected.append([*cells, cooled[3 * task + 1].split("; ")[0]])
+    stated = rows(page("README.md"), "| accuracy, % | ECE, choices")
+    assert [cells[1:] for cells in stated] == expected
+
+
+def test_the_page_of_sweeps_has_every_key_of_a_profile():
+    from sweeps.runs.schema import Cluster
+
+    cells = [cells[0] for cells in rows(page("slurm/README.md"), "key | default | what")]
+    stated = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(stated) == sorted(Cluster.model_fields)
 
 
 def test_the_estimate_of_table_1_is_what_its_code_prints():
@@ -114,8 +102,7 @@ def test_the_estimate_of_table_1_is_what_its_code_prints():
         stated = [int(number(cells[column])) for cells in table]
         assert stated == [*expected, sum(expected)]
     least, most = (int(number(cell)) for cell in table[-1][1:])
-    for name in ("docs/cost.md", "reproduce.md"):
-        assert f"{round(least, -2):,} to {round(most, -2):,} " in page(name)
+    assert f"{round(least, -2):,} to {round(most, -2):,} " in page("docs/cost.md")
 
 
 def test_the_loop_on_the_kernels_page_makes_dense_smoothings_gradient():
@@ -178,9 +165,9 @@ def chats(tmp_path):
     return tmp_path
 
 
-def local_script(folder: Path) -> str:
-    """The page's script on the folder's model and chats, for two updates on CPUs."""
-    script = python_block("kernel/README.md", "# train_chats.py")
+def local_script(folder: Path, name: str = "kernel/README.md") -> str:
+    """A page's script on the folder's model and chats, for two updates on CPUs."""
+    script = python_block(name, 'data_files="chats.jsonl"')
     output = f'output_dir="{folder / "out"}", max_steps=2, use_cpu=True, report_to="none"'
     changes = {
         '"chats.jsonl"': f'"{folder / "train.jsonl"}"',
@@ -191,6 +178,33 @@ def local_script(folder: Path) -> str:
         assert script.count(printed) == 1
         script = script.replace(printed, local)
     return script
+
+
+@pytest.mark.slow
+def test_the_first_script_trains_and_says_that_it_smooths(chats):
+    names: dict = {}
+    exec(compile(local_script(chats, "README.md"), "README.md", "exec"), names)
+    assert "loss: label_smoothing=0.1, exact gradient" in str(names["trainer"].model)
+
+
+@pytest.mark.slow
+def test_a_csv_file_is_scored_as_the_page_says(tmp_path):
+    pytest.importorskip("transformers")
+    import tiny_world
+
+    from calibeval.__main__ import main
+
+    tiny_world.main(tmp_path)
+    text = page("eval/README.md").split("### A CSV file")[1]
+    lines = text.split("\n\n")[1].splitlines()
+    (tmp_path / "questions.csv").write_text("\n".join(line.strip() for line in lines))
+    task = re.search(r"```yaml\n(.*?)```", text, flags=re.DOTALL)[1]
+    (tmp_path / "questions.yaml").write_text(task)
+    out = tmp_path / "questions.jsonl"
+    words = ["--task", tmp_path / "questions.yaml", "--model", tmp_path / "model", "--out", out]
+    assert main(["score", *map(str, words)]) == 0
+    labels = [json.loads(line)["label"] for line in out.read_text().splitlines()]
+    assert labels == [2, 1]
 
 
 @pytest.mark.slow
