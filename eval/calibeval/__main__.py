@@ -195,6 +195,9 @@ def run_import(arguments: argparse.Namespace) -> None:
 def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
     grammar.add_argument("records", nargs="+", type=Path, metavar=RECORDS)
     grammar.add_argument(
+        "--metrics", nargs="+", metavar="NAME", help="these alone, which takes less time"
+    )
+    grammar.add_argument(
         "--subjects", action="store_true", help="each subject's figures too, and their means"
     )
     add_cluster(grammar)
@@ -205,8 +208,16 @@ def run_metrics(arguments: argparse.Namespace) -> None:
     from calibeval import api, evaluations, records
 
     for path in arguments.records:
-        parts = evaluations.PARTS if arguments.json else evaluations.SUMMARY_PARTS
-        evaluation = evaluations.load(path, arguments.normalise, arguments.cluster, parts)
+        if arguments.metrics:
+            evaluation = evaluations.measure(
+                records.read(path, arguments.normalise),
+                arguments.cluster,
+                arguments.metrics,
+                evaluations.SUMMARY_PARTS,
+            )
+        else:
+            parts = evaluations.PARTS if arguments.json else evaluations.SUMMARY_PARTS
+            evaluation = evaluations.load(path, arguments.normalise, arguments.cluster, parts)
         summary = summary_of(evaluation)
         records.warn_of_ties(path, summary["tied"], summary["questions"])
         if arguments.subjects:
@@ -215,6 +226,7 @@ def run_metrics(arguments: argparse.Namespace) -> None:
             print_json(summary)
         else:
             print_metrics(path, summary)
+            print_left_out_bins(evaluation)
 
 
 def summary_of(evaluation: "Evaluation") -> dict[str, Any]:
@@ -232,6 +244,7 @@ def summary_of(evaluation: "Evaluation") -> dict[str, Any]:
         "questions": evaluation.questions,
         "tied": evaluation.tied,
         "letter_mass": evaluation.letter_mass,
+        "bins_of_one": evaluation.bins_of_one,
         "reliability": evaluation.reliability,
     }
 
@@ -255,6 +268,15 @@ def print_metrics(path: Path, summary: dict[str, Any]) -> None:
         print("floor and p: of answers simulated question by question, without --cluster")
     if "by_subject" in summary:
         print_subjects(summary["by_subject"])
+
+
+def print_left_out_bins(evaluation: "Evaluation") -> None:
+    """Print how many bins the debiased error leaves out, where it was computed and left out any."""
+    from calibeval import stats
+
+    left_out = stats.left_out_bins(evaluation)
+    if left_out is not None and "rms_debiased" in evaluation.metrics:
+        show(left_out)
 
 
 def print_subjects(by_subject: "SubjectSummary") -> None:
@@ -313,6 +335,10 @@ def run_compare(arguments: argparse.Namespace) -> None:
         print_comparisons(confidence, comparison_of_metric)
     by_square = ", ".join(measures.COMPARED_BY_SQUARE)
     print(f"difference: b − a; of {by_square} T_b − T_a, the squares before they are cut at 0")
+    for name, evaluation in (("A", evaluation_a), ("B", evaluation_b)):
+        left_out = stats.left_out_bins(evaluation)
+        if left_out is not None:
+            show(f"{name}: {left_out}")
     print(f"low, high: 95 % intervals {stats.coverage_of([evaluation_a])}, where known to cover")
     differing = stats.differing_answers(evaluation_a, evaluation_b)
     if differing < stats.ENOUGH_ANSWERS and evaluation_a.cluster is None:

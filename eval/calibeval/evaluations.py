@@ -132,6 +132,9 @@ class Evaluation:
     truncated_prompts: int = 0  # how many lost their beginning, to fit the model
     shown_shots: str | None = None  # as `Records` has it
     tied: int = 0  # likewise
+    # How many bins have one question, which does not tell its noise: `rms_debiased` and its
+    # difference leave these out.
+    bins_of_one: dict[ConfidenceDefinition, int] = field(default_factory=dict)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -401,6 +404,9 @@ def measure(
         truncated_prompts=records.truncated_prompts,
         shown_shots=records.shown_shots,
         tied=records.tied,
+        bins_of_one={
+            name: int((sample.bins.count == 1).sum()) for name, sample in observed.items()
+        },
     )
 
 
@@ -496,18 +502,24 @@ def resampled_metrics(
     """
     with_interval = _wanted(WITH_INTERVAL, metrics)
     compared_by_square = _wanted(COMPARED_BY_SQUARE, metrics)
+    if not with_interval and not compared_by_square:
+        return {among: {} for among in observed}, {among: {} for among in observed}
     drawn: dict[ConfidenceDefinition, dict[str, list[np.ndarray]]] = {}
     drawn_bins: dict[ConfidenceDefinition, list[Bins]] = {}
     for among in observed:
         drawn[among] = {name: [] for name in with_interval}
         drawn_bins[among] = []
     (questions,) = {len(sample.scores.labels) for sample in observed.values()}
+    many = _MeansOfMany(observed, with_interval) if questions >= measures.MANY_QUESTIONS else None
     counts_of_chunks = measures.resamples(questions, RESAMPLES, clusters)
     for counts in _with_progress(counts_of_chunks, "resamples", RESAMPLES):
+        if many is not None:
+            many.append_to(drawn, counts)
         for among, sample in observed.items():
             resampled = Sample.resampled(sample.scores, counts)
             for name, metric in with_interval.items():
-                drawn[among][name].append(metric.draws(resampled))
+                if many is None or not metric.is_mean:
+                    drawn[among][name].append(metric.draws(resampled))
             if compared_by_square:
                 drawn_bins[among].append(resampled.coarse.bins)
     draws: dict[ConfidenceDefinition, dict[str, np.ndarray]] = {}
@@ -519,6 +531,34 @@ def resampled_metrics(
             assert metric.square_draws is not None  # which puts it into this table
             squares[among][name] = metric.square_draws(sample.bins, drawn_bins[among])
     return draws, squares
+
+
+class _MeansOfMany:
+    """The metrics that are means, of resamples of very many questions: all of them together."""
+
+    def __init__(
+        self, observed: Mapping[ConfidenceDefinition, Sample], metrics: Mapping[str, Metric]
+    ):
+        self._names: list[tuple[ConfidenceDefinition, str]] = []
+        columns = []
+        for among, sample in observed.items():
+            for name, metric in metrics.items():
+                if metric.is_mean:
+                    self._names.append((among, name))
+                    columns.append(metric.of_questions(sample.scores))
+        self._values = np.stack(columns, axis=1) if columns else None
+
+    def append_to(
+        self,
+        drawn: Mapping[ConfidenceDefinition, Mapping[str, list[np.ndarray]]],
+        counts: np.ndarray,
+    ) -> None:
+        """Append each metric's draws, (R,), of resamples (R, N)."""
+        if self._values is None:
+            return
+        means = measures.means_of_resamples(self._values, counts)
+        for (among, name), of_metric in zip(self._names, means.T, strict=True):
+            drawn[among][name].append(of_metric)
 
 
 def _with_progress(chunks: Iterable[Sized], name: str, total: int) -> Iterator[Any]:
@@ -587,6 +627,8 @@ def floor_tests(
     Those models have these confidences, and answers that are right as often as they say; as many
     of them are simulated as `simulations` says.
     """
+    if not names:
+        return {}
     drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
     simulated_chunks = measures.simulated_answers(sample.scores, simulations)
     for simulated in _with_progress(simulated_chunks, "calibrated models", simulations):

@@ -11,7 +11,7 @@ import math
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -19,9 +19,25 @@ from types import NoneType
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
-from calibeval.io import InputError, counted, json_lines, parse_json, read_text, show, write_text
+from calibeval.io import (
+    InputError,
+    counted,
+    json_object,
+    parse_json,
+    placed_lines,
+    read_text,
+    show,
+    write_text,
+)
 from calibeval.validation import Unicode, checked
 
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
@@ -156,8 +172,7 @@ def read(path: Path, normalise: str | None = None) -> Records:
     settings = about.get("settings") or {}
     expected_prompts = settings.get("prompts_sha256")
     alike = ALIKE_IF_PROMPTS_UNKNOWN if expected_prompts is None else ALIKE
-    rows = ((where, checked(Record, raw, where)) for where, raw in json_lines(path))
-    records = joined(path, rows, normalise, alike)
+    records = joined(path, _placed_records(path), normalise, alike)
     records = replace(
         records,
         shots=settings.get("shots", records.shots),
@@ -183,6 +198,18 @@ def read(path: Path, normalise: str | None = None) -> Records:
             "score again, or delete the sidecar alone if the records were edited on purpose"
         )
     return records
+
+
+def _placed_records(path: Path) -> Iterator[tuple[str, Record]]:
+    """The records of a file, each with its place."""
+    for where, line in placed_lines(path):
+        try:
+            record = Record.model_validate_json(line)
+        except ValidationError:
+            # pydantic parses faster than `json` and takes a little less, such as half of a
+            # surrogate pair in a key of another program. What is wrong `checked` says.
+            record = checked(Record, json_object(where, line), where)
+        yield where, record
 
 
 def common(path_a: Path, path_b: Path, normalise: str | None = None) -> tuple[Records, Records]:
@@ -212,11 +239,7 @@ def _ids_and_labels(records: Records) -> set[tuple[str, int]]:
 
 def _part(whole: Records, ids: set[str], normalise: str | None) -> Records:
     """The records of some questions alone."""
-    rows = (
-        (where, checked(Record, raw, where))
-        for where, raw in json_lines(whole.path)
-        if raw["id"] in ids
-    )
+    rows = ((where, record) for where, record in _placed_records(whole.path) if record.id in ids)
     return replace(
         joined(whole.path, rows, normalise),
         shots=whole.shots,
@@ -333,10 +356,8 @@ def prompts_digest(prompts: Iterable[tuple[str | None, int]]) -> str:
     It depends on their order. `prompts_sha256` of a sidecar is of the file's order, that of an
     `Evaluation` of the order of the ids, so that files in other orders can be compared.
     """
-    total = hashlib.sha256()
-    for digest, label in prompts:
-        total.update(f"{digest} {label}\n".encode())
-    return total.hexdigest()
+    lines = [f"{digest} {label}\n" for digest, label in prompts]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def meta(path: Path) -> dict[str, Any]:

@@ -60,6 +60,7 @@ from calibeval.evaluations import (
     quantile,
 )
 from calibeval.measures import (
+    AMONG_WORDS,
     COMPARED_BY_SQUARE,
     METRICS,
     WITH_FLOOR,
@@ -679,6 +680,19 @@ def coverage_of(alike: Sequence[Evaluation]) -> str:
     if first.questions < FEW_QUESTIONS:
         text += f"; of fewer than {FEW_QUESTIONS} questions some hold the truth less often"
     return text
+
+
+def left_out_bins(evaluation: Evaluation) -> str | None:
+    """What `rms_debiased` leaves out of an evaluation, in words; None where that is nothing."""
+    parts = [
+        f"{bins} {AMONG_WORDS[among]}" for among, bins in evaluation.bins_of_one.items() if bins
+    ]
+    if not parts:
+        return None
+    return (
+        "rms_debiased leaves out bins of one question, which do not tell their noise: "
+        f"{', '.join(parts)}"
+    )
 
 
 def differing_answers(a: Evaluation, b: Evaluation) -> int:
