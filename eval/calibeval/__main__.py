@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 import calibeval
+from calibeval.ask.request import DEFAULT_COLUMNS, Request, Task
+from calibeval.ask.task_files import default_data, is_task_name
 from calibeval.io import CONTINUES, InputError, counted, finish, show
-from calibeval.request import DEFAULT_COLUMNS, Request, Task
-from calibeval.task_files import default_data, is_task_name
 from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_file
 
 if TYPE_CHECKING:
-    from calibeval.api import SubjectSummary
-    from calibeval.evaluations import Evaluation
+    from calibeval.measures import SubjectSummary
+    from calibeval.measures.evaluations import Evaluation
 
 RECORDS = "RECORDS.jsonl"
 TASK_FIELDS = [name for name in Task.model_fields if name != "name"]
@@ -121,7 +121,7 @@ def run_score(arguments: argparse.Namespace) -> None:
     options = request.model_dump(exclude={"tasks"})
     calibeval.score(arguments.model, tasks=request.tasks, out=out.parent, **options)
     if arguments.json:
-        from calibeval import evaluations
+        from calibeval.measures import evaluations
 
         print_json(summary_of(evaluations.load(out)))
 
@@ -205,7 +205,8 @@ def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
 
 def run_metrics(arguments: argparse.Namespace) -> None:
     """Recompute metrics from records."""
-    from calibeval import api, evaluations, records
+    from calibeval import measures, records
+    from calibeval.measures import evaluations
 
     for path in arguments.records:
         if arguments.metrics:
@@ -221,7 +222,7 @@ def run_metrics(arguments: argparse.Namespace) -> None:
         summary = summary_of(evaluation)
         records.warn_of_ties(path, summary["tied"], summary["questions"])
         if arguments.subjects:
-            summary["by_subject"] = api.summarize_subjects(path, arguments.normalise)
+            summary["by_subject"] = measures.summarize_subjects(path, arguments.normalise)
         if arguments.json:
             print_json(summary)
         else:
@@ -231,13 +232,14 @@ def run_metrics(arguments: argparse.Namespace) -> None:
 
 def summary_of(evaluation: "Evaluation") -> dict[str, Any]:
     """A record file's metrics in each confidence, and what its reliability diagrams show."""
-    from calibeval import api, stats
+    from calibeval import measures
+    from calibeval.measures import stats
 
     return {
         "records": str(evaluation.path),
         "normalise": evaluation.normalise,
         "intervals": stats.coverage_of([evaluation]),
-        "metrics": api.summarize(evaluation),
+        "metrics": measures.summarize(evaluation),
         "model": evaluation.model,
         "scoring": evaluation.scoring,
         "cluster": evaluation.cluster,
@@ -272,7 +274,7 @@ def print_metrics(path: Path, summary: dict[str, Any]) -> None:
 
 def print_left_out_bins(evaluation: "Evaluation") -> None:
     """Print how many bins the debiased error leaves out, where it was computed and left out any."""
-    from calibeval import stats
+    from calibeval.measures import stats
 
     left_out = stats.left_out_bins(evaluation)
     if left_out is not None and "rms_debiased" in evaluation.metrics:
@@ -310,7 +312,8 @@ def add_compare_options(grammar: argparse.ArgumentParser) -> None:
 
 def run_compare(arguments: argparse.Namespace) -> None:
     """Say whether model B is better than model A, and by how much."""
-    from calibeval import api, evaluations, measures, records, stats
+    from calibeval import measures, records
+    from calibeval.measures import definitions, evaluations, stats
 
     if arguments.common:
         evaluation_a, evaluation_b = (
@@ -324,7 +327,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
         )
     for evaluation in (evaluation_a, evaluation_b):
         records.warn_of_ties(evaluation.path, evaluation.tied, evaluation.questions)
-    comparisons = api.compare(evaluation_a, evaluation_b, arguments.different_prompts)
+    comparisons = measures.compare(evaluation_a, evaluation_b, arguments.different_prompts)
     if arguments.json:
         print_json({"a": str(arguments.a), "b": str(arguments.b), "comparison": comparisons})
         return
@@ -333,7 +336,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     print("Which is better calibrated as a whole: read nll and brier first.")
     for confidence, comparison_of_metric in comparisons.items():
         print_comparisons(confidence, comparison_of_metric)
-    by_square = ", ".join(measures.COMPARED_BY_SQUARE)
+    by_square = ", ".join(definitions.COMPARED_BY_SQUARE)
     print(f"difference: b − a; of {by_square} T_b − T_a, the squares before they are cut at 0")
     for name, evaluation in (("A", evaluation_a), ("B", evaluation_b)):
         left_out = stats.left_out_bins(evaluation)
@@ -405,7 +408,7 @@ def run_check(arguments: argparse.Namespace) -> None:
 
         calibeval check BASE TUNED --task mmlu --data DATA --out check
     """
-    from calibeval import diagnosis
+    from calibeval.report import diagnosis
 
     if arguments.figure is not None and arguments.figure.suffix != ".png":
         raise InputError(f"--figure {arguments.figure}: expected a file's name such as check.png")
@@ -473,7 +476,8 @@ def add_conformal_options(grammar: argparse.ArgumentParser) -> None:
 
 def run_conformal(arguments: argparse.Namespace) -> None:
     """Say how often prediction sets hold the answer, and how large they are."""
-    from calibeval import conformal, records
+    from calibeval import records
+    from calibeval.measures import conformal
 
     alpha: float = arguments.alpha
     score: str = arguments.score
@@ -507,7 +511,8 @@ def add_collect_options(grammar: argparse.ArgumentParser) -> None:
 
 def run_collect(arguments: argparse.Namespace) -> None:
     """Make tables, figures and a report from an index of record files."""
-    from calibeval import index, report
+    from calibeval import report
+    from calibeval.report import index
 
     columns = report.read_columns(arguments.columns)
     results = index.read(arguments.index, arguments.cluster)

@@ -14,11 +14,12 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import Unpack
 
-from calibeval import evaluations, scoring
+from calibeval.ask import scoring
+from calibeval.ask.request import EngineOptions, Task
 from calibeval.io import InputError
-from calibeval.measures import MAIN_ERROR, METRICS, SUMMARY
+from calibeval.measures import evaluations
+from calibeval.measures.definitions import MAIN_ERROR, METRICS, SUMMARY
 from calibeval.records import Records
-from calibeval.request import EngineOptions, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
@@ -48,7 +49,7 @@ class CalibrationCallback(TrainerCallback):
         trainer: The Trainer whose reports (TensorBoard, Weights & Biases, …) are to show the
             metrics. A callback that is made before its Trainer, to be one of its `callbacks=[…]`,
             cannot be given it; then it is the Trainer that calls the callback.
-        **options: Fields of `calibeval.request.Request`, such as `batch_size`.
+        **options: Fields of `calibeval.ask.request.Request`, such as `batch_size`.
 
     Raises:
         InputError: as `calibeval.score` does, and at the beginning of training where the model is

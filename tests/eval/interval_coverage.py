@@ -21,16 +21,9 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from calibeval import evaluations, stats
-from calibeval.measures import (
-    COMPARED_BY_SQUARE,
-    METRICS,
-    WITH_INTERVAL,
-    Sample,
-    Scores,
-    resamples,
-    rms,
-)
+from calibeval.measures import evaluations, stats
+from calibeval.measures.definitions import COMPARED_BY_SQUARE, METRICS, WITH_INTERVAL, rms
+from calibeval.measures.samples import Sample, Scores, resamples
 
 DRAWS = 199  # resamples a replication: `evaluations.quantile` keeps its level whatever their number
 POOL = 40_000  # questions that stand for the population

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from calibeval import task_files
+from calibeval.ask import task_files
+from calibeval.ask.request import Task
+from calibeval.ask.tasks import load
 from calibeval.io import InputError, json_lines, parse_json, printable
-from calibeval.request import Task
-from calibeval.tasks import load
 
 DEEP = "[" * 200_000
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

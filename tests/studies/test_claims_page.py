@@ -19,7 +19,7 @@ from studies.claims import answers, contrasts, derived, parts, quick_evaluation,
 from studies.claims.contrasts import Contrast, Quantity
 from studies.claims.parts import PUBLISHED, Study
 
-from calibeval import evaluations
+from calibeval.measures import evaluations
 from sweeps.runs.files import read_rows
 
 # The first test that asks for a model's records unpacks and measures all of them.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from calibeval import evaluations, stats
+from calibeval.measures import evaluations, stats
 from sweeps.results.settings import SHOWN_WITHOUT_RATE_AND_SEED, settings, varied_settings
 from sweeps.runs import scoring
 from sweeps.runs.files import read_rows

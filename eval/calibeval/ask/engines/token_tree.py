@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from calibeval.engines import Job, Tokens
+from calibeval.ask.engines import Job, Tokens
 
 PADDING = 0  # a token that every model has
 

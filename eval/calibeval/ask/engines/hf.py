@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear
 
-from calibeval.engines import Job, Tokens, text_config
-from calibeval.engines.hf_model import (
+from calibeval.ask.engines import Job, Tokens, text_config
+from calibeval.ask.engines.hf_model import (
     allows_trees,
     cache_bytes_per_token,
     load_model,
     stretches_positions,
 )
-from calibeval.engines.token_tree import common_prefix, lay_out, separate_choices
-from calibeval.request import Precision
+from calibeval.ask.engines.token_tree import common_prefix, lay_out, separate_choices
+from calibeval.ask.request import Precision
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -12,7 +12,6 @@ split at random into halves, and each half is read at the temperature that was f
 """
 
 import math
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import logsumexp
 
-from calibeval import evaluations, scaling, stats
 from calibeval import records as record_files
-from calibeval.comparable import same_normaliser, same_prompts, same_questions
-from calibeval.evaluations import SIGNIFICANCE, Evaluation
+from calibeval.ask.tasks import splits_of
 from calibeval.io import InputError, atomic_write, counted
-from calibeval.measures import AMONG_WORDS, ConfidenceDefinition
+from calibeval.measures import evaluations, scaling, stats
+from calibeval.measures.comparable import same_normaliser, same_prompts, same_questions
+from calibeval.measures.evaluations import SIGNIFICANCE, Evaluation
+from calibeval.measures.samples import AMONG_WORDS, ConfidenceDefinition
+from calibeval.measures.stats import Estimate
 from calibeval.records import Records
-from calibeval.stats import Estimate
-from calibeval.tasks import splits_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,24 +120,6 @@ class Check:
     temperature_applied: float | None
     sentences: list[str]
 
-    @property
-    def accuracy(self) -> Estimate:
-        """What `change_of_accuracy` was called until 0.1."""
-        _warn_of_former_field("accuracy", "change_of_accuracy")
-        return self.change_of_accuracy
-
-    @property
-    def worsened(self) -> dict[ConfidenceDefinition, Estimate]:
-        """What `change_by_tuning` was called until 0.1."""
-        _warn_of_former_field("worsened", "change_by_tuning")
-        return self.change_by_tuning
-
-    @property
-    def mended(self) -> Estimate | None:
-        """What `change_by_temperature` was called until 0.1."""
-        _warn_of_former_field("mended", "change_by_temperature")
-        return self.change_by_temperature
-
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers and sentences as JSON has them."""
         change_by_temperature = None
@@ -158,11 +139,6 @@ class Check:
             "temperature_applied": self.temperature_applied,
             "sentences": self.sentences,
         }
-
-
-def _warn_of_former_field(former: str, name: str) -> None:
-    """Say what a field of `Check` is called now, at the line that reads the former name."""
-    warnings.warn(f"Check.{former} is Check.{name} now", FutureWarning, stacklevel=3)
 
 
 def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None) -> Check:
@@ -526,7 +502,7 @@ def draw(by_model: dict[str, Evaluation]) -> "Figure":
     import matplotlib
     from matplotlib.figure import Figure
 
-    from calibeval import figures
+    from calibeval.report import figures
 
     confidences = [
         name for name in AMONG_WORDS if all(name in e.confidences for e in by_model.values())

@@ -1,4 +1,4 @@
-"""What `calibeval.engines.hf` needs to know of a transformers model: its weights, its attention.
+"""What `engines.hf` needs to know of a transformers model: its weights, its attention.
 
 A model's configuration tells how its prompts may be computed. `allows_trees`: whether choices may
 be read as one tree. `stretches_positions`: whether prompts must be read one by one, without even a
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
-from calibeval.engines import load, text_config
+from calibeval.ask.engines import load, text_config
+from calibeval.ask.request import Precision
 from calibeval.io import InputError
-from calibeval.request import Precision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

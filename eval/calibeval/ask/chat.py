@@ -30,9 +30,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from calibeval.ask.request import FewShotForm, Task
+from calibeval.ask.task_files import FILLING_ERRORS
 from calibeval.io import InputError, read_text
-from calibeval.request import FewShotForm, Task
-from calibeval.task_files import FILLING_ERRORS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

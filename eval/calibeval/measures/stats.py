@@ -1,31 +1,15 @@
 """Estimates with intervals: of one evaluation, of several seeds, and of the difference of two.
 
-An `Evaluation` (see `calibeval.evaluations`) holds the metrics of one record file and their draws
-over resamples of its questions. The questions are resampled with replacement, the same way for
-every file of the same questions, so that what files share is counted once over seeds and cancels in
-a difference. An interval is given only where simulation has shown that it covers
+An `Evaluation` (see `evaluations`) holds the metrics of one record file and their draws over
+resamples of its questions. The questions are resampled with replacement, the same way for every
+file of the same questions, so that what files share is counted once over seeds and cancels in a
+difference. An interval is given only where simulation has shown that it covers
 (tests/eval/interval_coverage.py).
 
 Resamples of few answers, or of few questions that differ, do not tell how many others would. What
 counts is how many questions make up a value or a difference (`effective_count`). Of a mean that
 counts right answers the interval is then widened to one by formula: Wilson's of one run, Bonett and
 Price's of a difference. Of other metrics there is none.
-
-Where a test or a correction goes:
-
-- A test of a difference: `estimate_sum`, where `p_no_difference` follows from the interval.
-- A test of calibration: `evaluations.floor_tests`, which simulates calibrated answers. What it
-  returns is kept with the evaluation (`evaluations.FloorTest`), so `_to_json` and `_from_json`
-  there must write and read a further field.
-- A correction for many comparisons: in the place of `holm`, which is called by `api.compare` for
-  all comparisons of a call and by `report.difference_table` for all cells of a table. Which p count
-  is `p_of_comparison`'s to say. Its name is printed by `compare` (`__main__`) and by
-  `report._family_note`, and eval/METRICS.md and eval/README.md tell it. `calibeval.diagnosis` does
-  not correct.
-- A field of `Estimate`: `as_dict` lists what JSON prints. It leaves out `p_no_difference`, which
-  `api.compare` returns as "p" and by which `report` chooses what is bold.
-
-Then run tests/eval/interval_coverage.py and tell the test in eval/METRICS.md.
 
 Letters, in arrays' shapes and in the formulas of `degrees_of_freedom` and `seed_inflation`:
 
@@ -40,17 +24,15 @@ Letters, in arrays' shapes and in the formulas of `degrees_of_freedom` and `seed
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from calibeval import comparable, evaluations
-from calibeval.comparable import same_questions
-from calibeval.evaluations import (
+from calibeval.measures.comparable import same_questions
+from calibeval.measures.definitions import COMPARED_BY_SQUARE, METRICS, WITH_FLOOR, WITH_INTERVAL
+from calibeval.measures.evaluations import (
     FEWEST_CLUSTERS,
     HIGH,
     LOW,
@@ -59,15 +41,8 @@ from calibeval.evaluations import (
     finite,
     quantile,
 )
-from calibeval.measures import (
-    AMONG_WORDS,
-    COMPARED_BY_SQUARE,
-    METRICS,
-    WITH_FLOOR,
-    WITH_INTERVAL,
-    ConfidenceDefinition,
-)
-from calibeval.squared_error import root_of_square, shrinkage
+from calibeval.measures.samples import AMONG_WORDS, ConfidenceDefinition
+from calibeval.measures.squared_error import root_of_square, shrinkage
 
 LOW_MASS = 0.9  # letter mass below which the letters are not what the model wants to say
 NORMAL_QUANTILE = 1.959964  # of the standard normal distribution, at HIGH
@@ -118,24 +93,6 @@ class Estimate:
     p_no_difference: float | None = None
 
     @property
-    def null_q95(self) -> float | None:
-        """What `floor` was called until 0.1."""
-        _warn_of_former_field("null_q95", "floor")
-        return self.floor
-
-    @property
-    def p(self) -> float | None:
-        """What `p_calibrated` was called until 0.1."""
-        _warn_of_former_field("p", "p_calibrated")
-        return self.p_calibrated
-
-    @property
-    def p_none(self) -> float | None:
-        """What `p_no_difference` was called until 0.1."""
-        _warn_of_former_field("p_none", "p_no_difference")
-        return self.p_no_difference
-
-    @property
     def significant(self) -> bool:
         """Whether a difference's interval leaves out 0."""
         if self.low is None or self.high is None:
@@ -161,11 +118,6 @@ class Estimate:
         if self.floor is not None:
             text += f" floor {self.floor:.3f}, p {self.p_calibrated:.3f}"
         return text
-
-
-def _warn_of_former_field(former: str, name: str) -> None:
-    """Say what a field of `Estimate` is called now, at the line that reads the former name."""
-    warnings.warn(f"Estimate.{former} is Estimate.{name} now", FutureWarning, stacklevel=3)
 
 
 class Side(NamedTuple):
@@ -639,7 +591,7 @@ def _square_sides(
 ) -> list[Side]:
     """The weighted sides of a contrast of squared calibration errors.
 
-    Their draws are A + κ (B + D) in the words of `calibeval.squared_error`, with one κ for the
+    Their draws are A + κ (B + D) in the words of `squared_error`, with one κ for the
     whole contrast. Single questions are resampled: over subjects no such draws are known to
     cover.
     """
@@ -722,34 +674,3 @@ def better(metric: str, found: Estimate) -> str | None:
         return None
     is_higher = found.low > 0
     return "b" if is_higher == (direction == "higher") else "a"
-
-
-# What of other modules could be had as `calibeval.stats.NAME` until 0.1; `Run` is `Evaluation` now.
-_MOVED_FROM_EVALUATIONS = (
-    "CONFIDENCES",
-    "Cluster",
-    "RESAMPLES",
-    "TooFewClusters",
-    "code_digest",
-    "in_order",
-    "load",
-    "measure",
-    "reliability",
-)
-_RENAMED = {"Run": "Evaluation", "consistency": "floor_tests", "samples": "samples_of"}
-_MOVED_FROM_COMPARABLE = ("same_normaliser", "same_prompts")
-
-
-def __getattr__(name: str) -> Any:
-    new_name = _RENAMED.get(name, name)
-    module: ModuleType
-    if name in _MOVED_FROM_COMPARABLE:
-        module = comparable
-    elif name in _RENAMED or name in _MOVED_FROM_EVALUATIONS:
-        module = evaluations
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        f"calibeval.stats.{name} is {module.__name__}.{new_name} now", FutureWarning, stacklevel=2
-    )
-    return getattr(module, new_name)

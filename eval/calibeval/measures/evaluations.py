@@ -2,25 +2,11 @@
 
 `measure` makes an `Evaluation` of records in memory. `load` makes that of a file and keeps it
 beside the file. Both compute the parts of it (`Part`) that are wanted, since the resamples of many
-questions take seconds. `calibeval.stats` turns
-one evaluation, or those of several seeds, into estimates, and two into differences.
+questions take seconds. `stats` turns one evaluation, or those of several seeds, into estimates, and
+two into differences.
 
-What is resampled as a whole is a cluster; of records it is always a subject so far. A *unit* is a
-question or, where clusters are resampled, a cluster. To add a cluster key, such as a passage:
-
-- Records: a key of `records.Record` and its column in `records.Records`, which `records.joined`
-  fills and `in_order` here sorts. `scoring.make_record` writes it, from a key of
-  `questions.Question`, `questions.QuestionRow` and `task_files.RowTemplates`; `scoring._ids_digest`
-  digests it. Importers (`calibeval.imports`) write it where a log tells it.
-- Evaluations: the key's name in `Cluster`, what `_cluster_numbers` makes of it, how many clusters
-  there are (`Evaluation.cluster_count`) and one digest of all questions' clusters, beside
-  `subjects_sha256`, which `comparable.same_questions` compares. mypy names the functions of this
-  module that do not know a name of `Cluster`.
-- Words: `stats.coverage_of`, `report._resampled`, the choices of `__main__.add_cluster`, and the
-  pages that tell of `--cluster`.
-
-`measures.resamples` and the intervals of `stats` know clusters by their numbers alone.
-To add a metric, see `calibeval.measures`.
+What is resampled as a whole is a cluster; of records it is always a subject. A *unit* is a question
+or, where clusters are resampled, a cluster.
 """
 
 import base64
@@ -28,7 +14,6 @@ import hashlib
 import json
 import math
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -40,21 +25,20 @@ import numpy as np
 from tqdm import tqdm
 from typing_extensions import assert_never
 
-from calibeval import bins, kernel_smoothing, measures, squared_error
 from calibeval import records as record_files
-from calibeval.bins import Bins
 from calibeval.io import InputError, counted, parse_json, read_text, sha256, write_text
-from calibeval.measures import (
+from calibeval.measures import bins, definitions, kernel_smoothing, samples, squared_error
+from calibeval.measures.bins import Bins
+from calibeval.measures.definitions import (
     COMPARED_BY_SQUARE,
     METRICS,
     WITH_FLOOR,
     WITH_INTERVAL,
-    ConfidenceDefinition,
     Metric,
-    Sample,
 )
+from calibeval.measures.samples import ConfidenceDefinition, Sample
+from calibeval.measures.squared_error import SquareDraws
 from calibeval.records import Records
-from calibeval.squared_error import SquareDraws
 
 CONFIDENCES: tuple[ConfidenceDefinition, ...] = get_args(ConfidenceDefinition)
 RESAMPLES = 1000  # of the questions, for intervals
@@ -155,14 +139,6 @@ class Evaluation:
         if self.cluster == "subject":
             return self.subjects
         assert_never(self.cluster)
-
-    @property
-    def clusters(self) -> int | None:
-        """What `cluster_count` was called until 0.1."""
-        warnings.warn(
-            "Evaluation.clusters is Evaluation.cluster_count now", FutureWarning, stacklevel=2
-        )
-        return self.cluster_count
 
 
 def load(
@@ -314,7 +290,7 @@ def code_digest() -> str:
     the `*.stats.json`.
     """
     modules = {__name__, *(metric.function.__module__ for metric in METRICS.values())}
-    for module in (measures, bins, squared_error, kernel_smoothing, record_files):
+    for module in (definitions, samples, bins, squared_error, kernel_smoothing, record_files):
         modules.add(module.__name__)
     digest = hashlib.sha256()
     for name in sorted(modules):
@@ -326,12 +302,12 @@ def code_digest() -> str:
 
 def samples_of(records: Records) -> dict[ConfidenceDefinition, Sample]:
     """The questions under each definition of confidence that the records have."""
-    samples: dict[ConfidenceDefinition, Sample] = {
-        "choices": Sample.observed(measures.scores_of_records(records, "choices"))
+    observed: dict[ConfidenceDefinition, Sample] = {
+        "choices": Sample.observed(samples.scores_of_records(records, "choices"))
     }
     if np.isfinite(records.letter_mass).all():
-        samples["vocabulary"] = Sample.observed(measures.scores_of_records(records, "vocabulary"))
-    return samples
+        observed["vocabulary"] = Sample.observed(samples.scores_of_records(records, "vocabulary"))
+    return observed
 
 
 def measure(
@@ -510,8 +486,8 @@ def resampled_metrics(
         drawn[among] = {name: [] for name in with_interval}
         drawn_bins[among] = []
     (questions,) = {len(sample.scores.labels) for sample in observed.values()}
-    many = _MeansOfMany(observed, with_interval) if questions >= measures.MANY_QUESTIONS else None
-    counts_of_chunks = measures.resamples(questions, RESAMPLES, clusters)
+    many = _MeansOfMany(observed, with_interval) if questions >= samples.MANY_QUESTIONS else None
+    counts_of_chunks = samples.resamples(questions, RESAMPLES, clusters)
     for counts in _with_progress(counts_of_chunks, "resamples", RESAMPLES):
         if many is not None:
             many.append_to(drawn, counts)
@@ -556,7 +532,7 @@ class _MeansOfMany:
         """Append each metric's draws, (R,), of resamples (R, N)."""
         if self._values is None:
             return
-        means = measures.means_of_resamples(self._values, counts)
+        means = samples.means_of_resamples(self._values, counts)
         for (among, name), of_metric in zip(self._names, means.T, strict=True):
             drawn[among][name].append(of_metric)
 
@@ -595,22 +571,22 @@ def reliability(sample: Sample, clusters: np.ndarray | None = None) -> dict[str,
 
     def isotonic(of: Sample) -> np.ndarray:
         ascending = of.scores.ranked_confidence
-        return np.stack([np.interp(at, ascending, row) for row in measures.isotonic_fit(of)])
+        return np.stack([np.interp(at, ascending, row) for row in definitions.isotonic_fit(of)])
 
-    bandwidth = max(float(measures.smooth_ece_at(sample)[1][0]), kernel_smoothing.LEAST_BANDWIDTH)
+    bandwidth = max(
+        float(definitions.smooth_ece_at(sample)[1][0]), kernel_smoothing.LEAST_BANDWIDTH
+    )
     smooth_draws = []
-    for counts in measures.resamples(len(p), BAND_SAMPLES, clusters):
+    for counts in samples.resamples(len(p), BAND_SAMPLES, clusters):
         resampled = Sample.resampled(sample.scores, counts).coarse
-        smooth_draws.append(measures.smooth_curve(resampled, bandwidth, at))
-    isotonic_draws = [
-        isotonic(of) for of in measures.simulated_answers(sample.scores, BAND_SAMPLES)
-    ]
+        smooth_draws.append(definitions.smooth_curve(resampled, bandwidth, at))
+    isotonic_draws = [isotonic(of) for of in samples.simulated_answers(sample.scores, BAND_SAMPLES)]
     smooth_low, smooth_high = quantile(np.vstack(smooth_draws), [LOW, HIGH])
     isotonic_low, isotonic_high = quantile(np.vstack(isotonic_draws), [LOW, HIGH])
     return {
         "count": sample.bins.count[0].astype(int).tolist(),
         "at": at.tolist(),
-        "smooth": measures.smooth_curve(sample, bandwidth, at)[0].tolist(),
+        "smooth": definitions.smooth_curve(sample, bandwidth, at)[0].tolist(),
         "smooth_low": smooth_low.tolist(),
         "smooth_high": smooth_high.tolist(),
         "isotonic": isotonic(sample)[0].tolist(),
@@ -630,7 +606,7 @@ def floor_tests(
     if not names:
         return {}
     drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    simulated_chunks = measures.simulated_answers(sample.scores, simulations)
+    simulated_chunks = samples.simulated_answers(sample.scores, simulations)
     for simulated in _with_progress(simulated_chunks, "calibrated models", simulations):
         for name, parts in drawn.items():
             parts.append(WITH_FLOOR[name](simulated))

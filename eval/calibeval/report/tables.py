@@ -16,18 +16,14 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
-from calibeval import figures, index, stats
-from calibeval.evaluations import CONFIDENCES, SIGNIFICANCE, Cluster, Evaluation
-from calibeval.index import BLOCK_KEYS, Results, Scalar, TableRow, heading
+from calibeval.ask.request import DEFAULT_COLUMNS
 from calibeval.io import InputError, counted, write_text
-from calibeval.measures import (
-    COMPARED_BY_SQUARE,
-    MAIN_ERROR,
-    METRICS,
-    WITH_INTERVAL,
-    ConfidenceDefinition,
-)
-from calibeval.request import DEFAULT_COLUMNS
+from calibeval.measures import stats
+from calibeval.measures.definitions import COMPARED_BY_SQUARE, MAIN_ERROR, METRICS, WITH_INTERVAL
+from calibeval.measures.evaluations import CONFIDENCES, SIGNIFICANCE, Cluster, Evaluation
+from calibeval.measures.samples import ConfidenceDefinition
+from calibeval.report import figures, index
+from calibeval.report.index import BLOCK_KEYS, Results, Scalar, TableRow, heading
 
 ARROWS = {"higher": "↑", "lower": "↓", "neither": ""}
 MISSING = "–"

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import assert_never
 
+from calibeval.ask.request import Request
 from calibeval.io import InputError
-from calibeval.request import Request
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -118,13 +118,13 @@ def create_engine(
     that the engine cannot run raises `InputError`.
     """
     if request.engine == "transformers":
-        from calibeval.engines.hf import TransformersEngine
+        from calibeval.ask.engines.hf import TransformersEngine
 
         return TransformersEngine(
             model, dtype=request.dtype, batch_size=request.batch_size, revision=request.revision
         )
     if request.engine == "vllm":
-        from calibeval.engines.vllm import VllmEngine
+        from calibeval.ask.engines.vllm import VllmEngine
 
         if not isinstance(model, str):
             raise InputError("engine vllm: loads a folder or a name on the hub, not a loaded model")

@@ -1,7 +1,7 @@
 """The index of `collect`: a line a record file, read as the rows of a table.
 
 Lines alike in all but the seed and the data set are one `TableRow`: one setting, trained once for
-each seed. `calibeval.report` and `calibeval.figures` print and draw the rows.
+each seed. `calibeval.report` and `calibeval.report.figures` print and draw the rows.
 """
 
 import math
@@ -13,13 +13,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, model_validator
 from tqdm import tqdm
 
-from calibeval import evaluations, stats
-from calibeval.comparable import same_normaliser, same_prompts, same_questions
-from calibeval.evaluations import Cluster, Evaluation, TooFewClusters
 from calibeval.io import InputError, json_lines
-from calibeval.measures import ConfidenceDefinition
-from calibeval.request import Text, checked
-from calibeval.validation import is_unicode
+from calibeval.measures import evaluations, stats
+from calibeval.measures.comparable import same_normaliser, same_prompts, same_questions
+from calibeval.measures.evaluations import Cluster, Evaluation, TooFewClusters
+from calibeval.measures.samples import ConfidenceDefinition
+from calibeval.validation import Text, checked, is_unicode
 
 Scalar = bool | int | float | str | None
 

@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -26,7 +25,7 @@ import jinja2.meta
 import jinja2.nodes
 import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from calibeval.io import InputError, read_text
 from calibeval.validation import Seq, Strict, checked
@@ -295,20 +294,6 @@ class ExamplesRule(Strict):
     else_first_asked: bool = False
     """Where the data have no such split, the first of the asked questions are the examples; they
     are not asked then."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_former_key(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "asked_file_will_do" not in values:
-            return values
-        warnings.warn(
-            "examples.asked_file_will_do of a task file is examples.else_first_asked now",
-            FutureWarning,
-            stacklevel=2,
-        )
-        values = dict(values)
-        values["else_first_asked"] = values.pop("asked_file_will_do")
-        return values
 
 
 class HeaderTemplates(_TemplatesInside):

@@ -6,7 +6,7 @@
                   hellaswag, arc_* and mmlu_*_continuation. Pages and messages say "texts". The
                   text that is scored is an *ending*: the choice, or another that the task gives
 
-In a chat (`calibeval.chat`) the same texts are turns, and the answer, which begins the assistant's
+In a chat (`chat`) the same texts are turns, and the answer, which begins the assistant's
 turn, has no space before it; the header is lm-evaluation-harness's.
 
 To add a way of scoring:
@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from calibeval.chat import PARAGRAPH, ChatFormat, Exchange
+from calibeval.ask.chat import PARAGRAPH, ChatFormat, Exchange
+from calibeval.ask.questions import LETTERS, Question, Subject
+from calibeval.ask.request import Normaliser, ScoringName
 from calibeval.io import InputError
-from calibeval.questions import LETTERS, Question, Subject
-from calibeval.request import Normaliser, ScoringName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

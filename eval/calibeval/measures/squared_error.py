@@ -45,7 +45,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibeval.bins import Bins
+from calibeval.measures.bins import Bins
 
 ROUNDING = 1e-15  # of a squared error: below this it is 0 but for rounding
 

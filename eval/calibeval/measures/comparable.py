@@ -7,15 +7,15 @@
                       and as many prompts that were cut at their beginning to fit the model
 
 Anything else would be part of a difference that is to be the models' alone. What may stand in one
-file is `calibeval.records`' to say, and which unfinished scoring may go on is `calibeval.store`'s.
+file is `calibeval.records`' to say, and which unfinished scoring may go on is `records.store`'s.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from calibeval import records
-from calibeval.evaluations import Evaluation
 from calibeval.io import InputError
+from calibeval.measures.evaluations import Evaluation
 
 SHOWN_IDS = 5  # of the questions that files do not share
 

@@ -5,7 +5,7 @@ interrupted scoring goes on from them; those of a model in memory are made anew.
 
 `score` is what the command line, sweeps and `CalibrationCallback` call. It reads all data, fits the
 prompts into the model's context (`fit_prompts`), and fills a file of records for each task
-(`calibeval.store`), with an engine that is loaded only if something is left to score.
+(`calibeval.records.store`), with an engine that is loaded only if something is left to score.
 """
 
 import hashlib
@@ -25,24 +25,26 @@ import numpy as np
 from tqdm import tqdm
 from typing_extensions import Unpack
 
-from calibeval import __version__, chat, engines, measures, model_digest, records, stats
-from calibeval.chat import ChatFormat
-from calibeval.engines import Engine, Job
-from calibeval.io import InputError, counted
-from calibeval.prompts import SCORING_MODES, Prompt, ScoringMode
-from calibeval.questions import Question, Subject
-from calibeval.records import RawRecord, Records
-from calibeval.request import (
+from calibeval import __version__, records
+from calibeval.ask import chat, engines, model_digest
+from calibeval.ask.chat import ChatFormat
+from calibeval.ask.engines import Engine, Job
+from calibeval.ask.prompts import SCORING_MODES, Prompt, ScoringMode
+from calibeval.ask.questions import Question, Subject
+from calibeval.ask.request import (
     EngineOptions,
     Normaliser,
     Request,
     ResolvedTask,
     ScoringName,
     Task,
-    checked,
 )
-from calibeval.store import Store, earlier_settings, part_of
-from calibeval.tasks import load, normaliser_of, resolved
+from calibeval.ask.tasks import load, normaliser_of, resolved
+from calibeval.io import InputError, counted
+from calibeval.measures import definitions, samples, stats
+from calibeval.records import RawRecord, Records
+from calibeval.records.store import Store, earlier_settings, part_of
+from calibeval.validation import checked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -528,8 +530,8 @@ def make_record(item: Item, logprobs: list[float]) -> RawRecord:
 
 def print_summary(of: Records) -> None:
     """Print what came out; warn where the letters are not what is meant."""
-    sample = measures.Sample.observed(measures.scores_of_records(of, "choices"))
-    texts = [f"{name} {measures.METRICS[name](sample)[0]:.4f}" for name in measures.SUMMARY]
+    sample = samples.Sample.observed(samples.scores_of_records(of, "choices"))
+    texts = [f"{name} {definitions.METRICS[name](sample)[0]:.4f}" for name in definitions.SUMMARY]
     print(f"{counted(len(of), 'question')}: {', '.join(texts)}", file=sys.stderr)
     records.warn_of_ties(of.path, of.tied, len(of))
     letter_mass = of.letter_mass.mean()  # of texts NaN, which is not below

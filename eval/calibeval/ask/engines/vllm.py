@@ -9,9 +9,9 @@ import threading
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
-from calibeval.engines import Job, Tokens, shortened
+from calibeval.ask.engines import Job, Tokens, shortened
+from calibeval.ask.request import Precision
 from calibeval.io import InputError
-from calibeval.request import Precision
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -1,23 +1,22 @@
 """Tasks: from a data folder, file or data set of the hub to subjects of multiple-choice questions.
 
-What a task is stands in its file (`calibeval.task_files`): the built-in ones are in the folder
+What a task is stands in its file (`calibeval.ask.task_files`): the built-in ones are in the folder
 `builtin_tasks`, and any other is read by the same code. To add a built-in task, put its file there.
 """
 
 import csv
 import io
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from calibeval import task_files
+from calibeval.ask import task_files
+from calibeval.ask.prompts import SCORING_MODES
+from calibeval.ask.questions import Headers, Question, Subject, questions_from_rows
+from calibeval.ask.request import Normaliser, ResolvedTask, Task
+from calibeval.ask.task_files import FILLING_ERRORS, TaskFile, Template, UnknownColumn
 from calibeval.io import InputError, counted, json_lines, read_text
-from calibeval.prompts import SCORING_MODES
-from calibeval.questions import Headers, Question, Subject, questions_from_rows
-from calibeval.request import Normaliser, ResolvedTask, Task
-from calibeval.task_files import FILLING_ERRORS, TaskFile, Template, UnknownColumn
 from calibeval.validation import did_you_mean
 
 HUB = "hub:"  # begins the `data` of a task that is read from the Hugging Face hub
@@ -402,13 +401,3 @@ def _csv_rows(path: Path, columns: tuple[str, ...] | None) -> Iterator[PlacedRow
             yield place, dict(zip(columns, cells, strict=True))
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
-
-
-def __getattr__(name: str) -> Any:
-    if name != "SPLITS":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "calibeval.tasks.SPLITS is calibeval.tasks.splits_of(task) now", FutureWarning, stacklevel=2
-    )
-    splits = {task: splits_of(task) for task in task_files.BUILTIN_NAMES}
-    return {task: pair for task, pair in splits.items() if pair is not None}

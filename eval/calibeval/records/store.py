@@ -3,7 +3,7 @@
     RECORDS.jsonl.part, RECORDS.jsonl.part.meta.json   so far: records and settings
     RECORDS.jsonl, RECORDS.jsonl.meta.json             at the end
 
-`calibeval.scoring` fills a store; what the files hold is `calibeval.records`' to say.
+`calibeval.ask.scoring` fills a store; what the files hold is `calibeval.records`' to say.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What records say, from Python: `summarize`, `summarize_subjects`, `compare` and `reliability`.
 
 Each takes records as `calibeval.score` returns them, a file of records, or an `Evaluation`, which
-is what `calibeval.evaluations` has computed of one. `calibeval` itself exports these functions.
+is what `evaluations` has computed of one. `calibeval` itself exports these functions.
 """
 
 from collections.abc import Collection
@@ -10,14 +10,19 @@ from statistics import fmean
 
 from typing_extensions import TypedDict
 
-from calibeval import evaluations, measures, stats
 from calibeval import records as record_files
-from calibeval.comparable import COMMON_REMEDY, same_normaliser, same_prompts, same_questions
-from calibeval.evaluations import Cluster, Evaluation, Part
 from calibeval.io import InputError
-from calibeval.measures import ConfidenceDefinition, Sample, Scores
+from calibeval.measures import definitions, evaluations, samples, stats
+from calibeval.measures.comparable import (
+    COMMON_REMEDY,
+    same_normaliser,
+    same_prompts,
+    same_questions,
+)
+from calibeval.measures.evaluations import Cluster, Evaluation, Part
+from calibeval.measures.samples import ConfidenceDefinition, Sample, Scores
+from calibeval.measures.stats import Estimate
 from calibeval.records import Records
-from calibeval.stats import Estimate
 
 RecordsLike = Records | Evaluation | str | Path
 
@@ -101,13 +106,13 @@ def summarize_subjects(records: RecordsLike, normalise: str | None = None) -> Su
         records = record_files.read(records.path, normalise or records.normalise)
     elif not isinstance(records, Records):
         records = record_files.read(Path(records), normalise)
-    scores = measures.scores_of_records(records, "choices")
+    scores = samples.scores_of_records(records, "choices")
     by_subject: dict[str, dict[str, float]] = {}
     for subject in sorted(set(records.subjects)):
         own = records.subjects == subject
         sample = Sample.observed(Scores(scores.logprobs[own], scores.labels[own]))
         by_subject[subject] = {"questions": int(own.sum())}
-        for name, metric in measures.METRICS.items():
+        for name, metric in definitions.METRICS.items():
             if metric.is_mean:
                 by_subject[subject][name] = float(metric(sample)[0])
     macro: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """Multiple-choice questions, whatever data they come from.
 
-A reader of `calibeval.tasks` turns its data into rows of one form, `QuestionRow`, and this module
-checks the rows and makes `Question`s of them. `calibeval.prompts` asks them.
+A reader of `tasks` turns its data into rows of one form, `QuestionRow`, and this module
+checks the rows and makes `Question`s of them. `calibeval.ask.prompts` asks them.
 """
 
 from collections import Counter
@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
+from calibeval.ask.task_files import FILLING_ERRORS, RowTemplates, UnknownColumn
 from calibeval.io import InputError
-from calibeval.task_files import FILLING_ERRORS, RowTemplates, UnknownColumn
 from calibeval.validation import (
     Problem,
     ProblemKind,

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from calibeval.evaluations import in_order
 from calibeval.io import InputError
-from calibeval.measures import SEED, scores_of_records
+from calibeval.measures.evaluations import in_order
+from calibeval.measures.samples import SEED, scores_of_records
 from calibeval.records import Records
 
 SCORE_DECIMALS = 12  # nonconformity scores that agree to so many are equal
