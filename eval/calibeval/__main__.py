@@ -22,8 +22,7 @@ from calibeval.io import CONTINUES, InputError, counted, finish, show
 from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_file
 
 if TYPE_CHECKING:
-    from calibeval.measures import SubjectSummary
-    from calibeval.measures.evaluations import Evaluation
+    from calibeval.measures import Evaluation, SubjectSummary
 
 RECORDS = "RECORDS.jsonl"
 TASK_FIELDS = [name for name in Task.model_fields if name != "name"]
@@ -121,9 +120,9 @@ def run_score(arguments: argparse.Namespace) -> None:
     options = request.model_dump(exclude={"tasks"})
     calibeval.score(arguments.model, tasks=request.tasks, out=out.parent, **options)
     if arguments.json:
-        from calibeval.measures import evaluations
+        from calibeval import measures
 
-        print_json(summary_of(evaluations.load(out)))
+        print_json(summary_of(measures.load(out)))
 
 
 def request_from(arguments: argparse.Namespace) -> Request:
@@ -206,19 +205,18 @@ def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
 def run_metrics(arguments: argparse.Namespace) -> None:
     """Recompute metrics from records."""
     from calibeval import measures, records
-    from calibeval.measures import evaluations
 
     for path in arguments.records:
         if arguments.metrics:
-            evaluation = evaluations.measure(
+            evaluation = measures.measure(
                 records.read(path, arguments.normalise),
                 arguments.cluster,
                 arguments.metrics,
-                evaluations.SUMMARY_PARTS,
+                measures.SUMMARY_PARTS,
             )
         else:
-            parts = evaluations.PARTS if arguments.json else evaluations.SUMMARY_PARTS
-            evaluation = evaluations.load(path, arguments.normalise, arguments.cluster, parts)
+            parts = measures.PARTS if arguments.json else measures.SUMMARY_PARTS
+            evaluation = measures.load(path, arguments.normalise, arguments.cluster, parts)
         summary = summary_of(evaluation)
         records.warn_of_ties(path, summary["tied"], summary["questions"])
         if arguments.subjects:
@@ -313,16 +311,16 @@ def add_compare_options(grammar: argparse.ArgumentParser) -> None:
 def run_compare(arguments: argparse.Namespace) -> None:
     """Say whether model B is better than model A, and by how much."""
     from calibeval import measures, records
-    from calibeval.measures import definitions, evaluations, stats
+    from calibeval.measures import stats
 
     if arguments.common:
         evaluation_a, evaluation_b = (
-            evaluations.measure(common, arguments.cluster, parts=["draws"])
+            measures.measure(common, arguments.cluster, parts=["draws"])
             for common in records.common(arguments.a, arguments.b, arguments.normalise)
         )
     else:
         evaluation_a, evaluation_b = (
-            evaluations.load(path, arguments.normalise, arguments.cluster, ["draws"])
+            measures.load(path, arguments.normalise, arguments.cluster, ["draws"])
             for path in (arguments.a, arguments.b)
         )
     for evaluation in (evaluation_a, evaluation_b):
@@ -336,7 +334,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     print("Which is better calibrated as a whole: read nll and brier first.")
     for confidence, comparison_of_metric in comparisons.items():
         print_comparisons(confidence, comparison_of_metric)
-    by_square = ", ".join(definitions.COMPARED_BY_SQUARE)
+    by_square = ", ".join(measures.COMPARED_BY_SQUARE)
     print(f"difference: b − a; of {by_square} T_b − T_a, the squares before they are cut at 0")
     for name, evaluation in (("A", evaluation_a), ("B", evaluation_b)):
         left_out = stats.left_out_bins(evaluation)

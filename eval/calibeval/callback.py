@@ -14,11 +14,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import Unpack
 
+from calibeval import measures
 from calibeval.ask import scoring
 from calibeval.ask.request import EngineOptions, Task
 from calibeval.io import InputError
-from calibeval.measures import evaluations
-from calibeval.measures.definitions import MAIN_ERROR, METRICS, SUMMARY
+from calibeval.measures import MAIN_ERROR, METRICS, SUMMARY
 from calibeval.records import Records
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _calling_handler() -> CallbackHandler | None:
 
 def _logged_metrics(key: str, records: Records) -> dict[str, float]:
     """What is logged of a task's records: `measures.SUMMARY`, the main error with its floor."""
-    samples = evaluations.samples_of(evaluations.in_order(records))
+    samples = measures.samples_of(measures.in_order(records))
     logged: dict[str, float] = {}
     for metric in SUMMARY:
         if metric != MAIN_ERROR:
@@ -172,7 +172,7 @@ def _logged_metrics(key: str, records: Records) -> dict[str, float]:
         name = f"eval_{key}_{MAIN_ERROR}"
         if among != "choices":
             name += f"_{among}"
-        test = evaluations.floor_tests(sample, [MAIN_ERROR])[MAIN_ERROR]
+        test = measures.floor_tests(sample, [MAIN_ERROR])[MAIN_ERROR]
         logged[name] = float(METRICS[MAIN_ERROR](sample)[0])
         logged[f"{name}_floor"] = test.floor
     return logged

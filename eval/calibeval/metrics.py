@@ -23,8 +23,8 @@ must be ten. Of calibration errors (`ece`, `rms` and the like) no interval is kn
 calibrated model does not read 0: they have the floor that 95 % of calibrated models stay below
 (`floor`) and the share `p_calibrated` of them that read this error or a larger one.
 
-A metric is defined in `calibeval.measures`, which also says where a new one goes; the function of
-its name here checks arrays and calls it.
+A metric is defined in `calibeval.measures.definitions`, which also says where a new one goes; the
+function of its name here checks arrays and calls it.
 """
 
 from collections.abc import Callable, Sequence

@@ -38,6 +38,15 @@ DIFFERENCES = ("rms_debiased", *ESTIMATES)  # the squared error itself has no in
 BISECTIONS = 10
 
 
+class Population(Sample):
+    """Questions in shares, which are no whole numbers: of them metrics are expected values."""
+
+    @cached_property
+    def answers_up_to_level(self) -> np.ndarray:
+        """The shares at each level of confidence or below, (R, levels)."""
+        return self.by_level[0].cumsum(1)
+
+
 # The text of a world and of a cell seeds its replications: another field, or another name of one,
 # changes the last digits of what is printed.
 @dataclass(frozen=True)
@@ -99,7 +108,7 @@ class World:
         exact = log_posteriors(self.shape, self.questions)
         n, choices = exact.shape
         every = Scores(np.repeat(stated, choices, 0), np.tile(np.arange(choices), n))
-        expected = Sample.weighted(every, np.exp(exact).reshape(1, -1))
+        expected = Population(every, np.exp(exact).reshape(1, -1))
         values = {name: METRICS[name](expected)[0] for name in WITH_INTERVAL if name != "aurc"}
         values["aurc"] = self._true_aurc(exact, stated)
         values["squared"] = rms(expected)[0] ** 2

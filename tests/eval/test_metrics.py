@@ -301,24 +301,6 @@ def test_a_sample_may_hold_more_answers_than_there_are_questions():
         ), name
 
 
-def test_weights_are_no_counts():
-    """AUROC of a population was that of its weights cut to whole numbers: of no answers at all."""
-    scores = scored(*draw(60))
-    rng = np.random.default_rng(4)
-    counts = rng.integers(0, 5, (3, 60))
-    shares = counts / 4
-    for name in WITH_INTERVAL:
-        if name != "aurc":
-            expected = METRICS[name](Sample.resampled(scores, counts))
-            assert METRICS[name](Sample.weighted(scores, shares)) == pytest.approx(expected), name
-    with pytest.raises(ValueError, match="weighted answers have no k surest"):
-        definitions.aurc(Sample.weighted(scores, shares))
-    with pytest.raises(ValueError, match="weighted answers tell no noise"):
-        definitions.rms_debiased(Sample.weighted(scores, shares))
-    with pytest.raises(ValueError, match=r"not whole numbers; Sample\.weighted takes others"):
-        Sample.resampled(scores, shares)
-
-
 @pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.is_mean])
 def test_a_mean_is_that_of_the_questions_own_values(name):
     """By them `stats` counts the questions that make up a value or a difference."""

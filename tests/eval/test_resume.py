@@ -20,7 +20,8 @@ from calibeval.records.store import Store
 # The command line, which dies after so many records: its first argument.
 DIES = """
 import os, signal, sys
-from calibeval import __main__, scoring
+from calibeval import __main__
+from calibeval.ask import scoring
 
 records_left = int(sys.argv.pop(1))
 make_record = scoring.make_record

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from calibeval.ask.chat import PARAGRAPH, ChatFormat, Exchange
 from calibeval.ask.questions import LETTERS, Question, Subject
-from calibeval.ask.request import Normaliser, ScoringName
+from calibeval.ask.task_files import Normaliser, ScoringName
 from calibeval.io import InputError
 
 if TYPE_CHECKING:

@@ -3,17 +3,11 @@
 A `Request` names tasks and an engine with its options. Its fields are the command line's options,
 and their docstrings its help.
 
-To add a task, see `calibeval.ask.tasks`. To add a way of scoring or an engine, add its name to
-`task_files.ScoringName` or to `EngineName` here, and write it where `calibeval.ask.prompts` or
-`calibeval.ask.engines` say. A metric is no part of a request: see `calibeval.measures`.
-
 To add an option of engines, add it to `Request`, from which the command line has it, and to
 `EngineOptions`, from which editors complete it (a test compares the two). To add an option of
 tasks, add it to `Task`, from which the command line and the sidecars have it, and say at the head
 of `records.store` how two of its values are compared where scoring goes on. A list is typed with
 commas, which `request_from` in `calibeval.__main__` must split, as it does `subjects`.
-
-What users of this module take of `calibeval.validation` is importable from here as well.
 """
 
 import json
@@ -25,27 +19,8 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from calibeval.ask import task_files
-from calibeval.ask.task_files import Normaliser, ScoringName
-from calibeval.validation import Natural, Positive, Seq, Strict, Text, checked
-
-__all__ = [
-    "DEFAULT_COLUMNS",
-    "EngineName",
-    "EngineOptions",
-    "FewShotForm",
-    "Natural",
-    "Normaliser",
-    "Positive",
-    "Precision",
-    "Request",
-    "ResolvedTask",
-    "ScoringName",
-    "Seq",
-    "Strict",
-    "Task",
-    "Text",
-    "checked",
-]
+from calibeval.ask.task_files import ScoringName
+from calibeval.validation import Natural, Positive, Seq, Strict
 
 EngineName = Literal["transformers", "vllm"]
 DEFAULT_COLUMNS = "accuracy,ece,rms"  # of tables, as `--columns` and a sweep's `score.columns` say

@@ -31,17 +31,11 @@ from calibeval.ask.chat import ChatFormat
 from calibeval.ask.engines import Engine, Job
 from calibeval.ask.prompts import SCORING_MODES, Prompt, ScoringMode
 from calibeval.ask.questions import Question, Subject
-from calibeval.ask.request import (
-    EngineOptions,
-    Normaliser,
-    Request,
-    ResolvedTask,
-    ScoringName,
-    Task,
-)
+from calibeval.ask.request import EngineOptions, Request, ResolvedTask, Task
+from calibeval.ask.task_files import Normaliser, ScoringName
 from calibeval.ask.tasks import load, normaliser_of, resolved
 from calibeval.io import InputError, counted
-from calibeval.measures import definitions, samples, stats
+from calibeval.measures import METRICS, SUMMARY, Sample, scores_of_records, stats
 from calibeval.records import RawRecord, Records
 from calibeval.records.store import Store, earlier_settings, part_of
 from calibeval.validation import checked
@@ -530,8 +524,8 @@ def make_record(item: Item, logprobs: list[float]) -> RawRecord:
 
 def print_summary(of: Records) -> None:
     """Print what came out; warn where the letters are not what is meant."""
-    sample = samples.Sample.observed(samples.scores_of_records(of, "choices"))
-    texts = [f"{name} {definitions.METRICS[name](sample)[0]:.4f}" for name in definitions.SUMMARY]
+    sample = Sample.observed(scores_of_records(of, "choices"))
+    texts = [f"{name} {METRICS[name](sample)[0]:.4f}" for name in SUMMARY]
     print(f"{counted(len(of), 'question')}: {', '.join(texts)}", file=sys.stderr)
     records.warn_of_ties(of.path, of.tied, len(of))
     letter_mass = of.letter_mass.mean()  # of texts NaN, which is not below

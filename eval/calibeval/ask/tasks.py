@@ -14,8 +14,14 @@ from typing import Any
 from calibeval.ask import task_files
 from calibeval.ask.prompts import SCORING_MODES
 from calibeval.ask.questions import Headers, Question, Subject, questions_from_rows
-from calibeval.ask.request import Normaliser, ResolvedTask, Task
-from calibeval.ask.task_files import FILLING_ERRORS, TaskFile, Template, UnknownColumn
+from calibeval.ask.request import ResolvedTask, Task
+from calibeval.ask.task_files import (
+    FILLING_ERRORS,
+    Normaliser,
+    TaskFile,
+    Template,
+    UnknownColumn,
+)
 from calibeval.io import InputError, counted, json_lines, read_text
 from calibeval.validation import did_you_mean
 

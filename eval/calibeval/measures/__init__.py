@@ -1,7 +1,17 @@
-"""What records say, from Python: `summarize`, `summarize_subjects`, `compare` and `reliability`.
+"""What records say: the one door to metrics, their intervals and what they are computed from.
 
-Each takes records as `calibeval.score` returns them, a file of records, or an `Evaluation`, which
-is what `evaluations` has computed of one. `calibeval` itself exports these functions.
+`summarize`, `summarize_subjects`, `compare` and `reliability`, which `calibeval` exports too, take
+records as `calibeval.score` returns them, a file of records, or an `Evaluation`. Commands, reports
+and studies find here whatever else they need. Behind the door, each built on those above it:
+
+    bins, kernel_smoothing   sums over bins, and smooth curves
+    squared_error            the squared calibration error without bias
+    samples                  `Scores` of questions, and `Sample`s of them
+    definitions              every metric, and the table `METRICS`
+    evaluations              `Evaluation`: a file's metrics, resampled and simulated, and kept
+    comparable               which evaluations may be compared
+    stats                    `Estimate`s: intervals, means over seeds, differences
+    scaling, conformal       a temperature, and prediction sets
 """
 
 from collections.abc import Collection
@@ -12,17 +22,82 @@ from typing_extensions import TypedDict
 
 from calibeval import records as record_files
 from calibeval.io import InputError
-from calibeval.measures import definitions, evaluations, samples, stats
+from calibeval.measures import stats
 from calibeval.measures.comparable import (
     COMMON_REMEDY,
     same_normaliser,
     same_prompts,
     same_questions,
 )
-from calibeval.measures.evaluations import Cluster, Evaluation, Part
-from calibeval.measures.samples import ConfidenceDefinition, Sample, Scores
+from calibeval.measures.definitions import (
+    COMPARED_BY_SQUARE,
+    MAIN_ERROR,
+    METRICS,
+    SUMMARY,
+    WITH_INTERVAL,
+)
+from calibeval.measures.evaluations import (
+    CONFIDENCES,
+    PARTS,
+    SIGNIFICANCE,
+    SUMMARY_PARTS,
+    Cluster,
+    Evaluation,
+    Part,
+    TooFewClusters,
+    floor_tests,
+    in_order,
+    load,
+    measure,
+    samples_of,
+)
+from calibeval.measures.samples import (
+    AMONG_WORDS,
+    ConfidenceDefinition,
+    Sample,
+    Scores,
+    scores_of_records,
+)
 from calibeval.measures.stats import Estimate
 from calibeval.records import Records
+
+__all__ = [
+    "AMONG_WORDS",
+    "COMPARED_BY_SQUARE",
+    "CONFIDENCES",
+    "MAIN_ERROR",
+    "METRICS",
+    "PARTS",
+    "SIGNIFICANCE",
+    "SUMMARY",
+    "SUMMARY_PARTS",
+    "WITH_INTERVAL",
+    "Cluster",
+    "Comparison",
+    "ConfidenceDefinition",
+    "Estimate",
+    "Evaluation",
+    "Part",
+    "RecordsLike",
+    "Sample",
+    "Scores",
+    "SubjectSummary",
+    "TooFewClusters",
+    "compare",
+    "floor_tests",
+    "in_order",
+    "load",
+    "measure",
+    "reliability",
+    "same_normaliser",
+    "same_prompts",
+    "same_questions",
+    "samples_of",
+    "scores_of_records",
+    "stats",
+    "summarize",
+    "summarize_subjects",
+]
 
 RecordsLike = Records | Evaluation | str | Path
 
@@ -50,8 +125,8 @@ def evaluation_of(
     if isinstance(records, Evaluation):
         return records
     if isinstance(records, Records):
-        return evaluations.measure(records, cluster, parts=parts)
-    return evaluations.load(Path(records), cluster=cluster, parts=parts)
+        return measure(records, cluster, parts=parts)
+    return load(Path(records), cluster=cluster, parts=parts)
 
 
 def summarize(
@@ -74,9 +149,9 @@ def summarize(
     """
     if metrics is not None and not isinstance(records, Evaluation):
         scored = records if isinstance(records, Records) else record_files.read(Path(records))
-        evaluation = evaluations.measure(scored, cluster, metrics, evaluations.SUMMARY_PARTS)
+        evaluation = measure(scored, cluster, metrics, SUMMARY_PARTS)
     else:
-        evaluation = evaluation_of(records, cluster, evaluations.SUMMARY_PARTS)
+        evaluation = evaluation_of(records, cluster, SUMMARY_PARTS)
     estimates: dict[str, dict[str, Estimate]] = {}
     # `among` is a definition of confidence: "choices" or "vocabulary".
     for among in evaluation.confidences:
@@ -106,13 +181,13 @@ def summarize_subjects(records: RecordsLike, normalise: str | None = None) -> Su
         records = record_files.read(records.path, normalise or records.normalise)
     elif not isinstance(records, Records):
         records = record_files.read(Path(records), normalise)
-    scores = samples.scores_of_records(records, "choices")
+    scores = scores_of_records(records, "choices")
     by_subject: dict[str, dict[str, float]] = {}
     for subject in sorted(set(records.subjects)):
         own = records.subjects == subject
         sample = Sample.observed(Scores(scores.logprobs[own], scores.labels[own]))
         by_subject[subject] = {"questions": int(own.sum())}
-        for name, metric in definitions.METRICS.items():
+        for name, metric in METRICS.items():
             if metric.is_mean:
                 by_subject[subject][name] = float(metric(sample)[0])
     macro: dict[str, float] = {}

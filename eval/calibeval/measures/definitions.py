@@ -78,10 +78,7 @@ def aurc(sample: Sample) -> np.ndarray:
     m equally sure answers behind M surer ones, in the places M + 1 to M + m, let e be wrong. Over
     all orders each of these e is in each of the m places equally often, so i − 1 runs from M to
     M + m − 1, and together they add e H(N) − e / m Σ_{M ≤ i < M + m} H(i).
-    Weighted answers have no k surest, so they raise `ValueError`.
     """
-    if not sample.has_whole_counts:
-        raise ValueError("aurc: weighted answers have no k surest; give a sample of whole ones")
     answers, right = sample.by_level
     # Of each level from the surest on: m, e, and in `surer` M.
     at_level = answers[:, ::-1]
@@ -155,13 +152,8 @@ def rms_debiased(sample: Sample) -> np.ndarray:
 
     s_b² estimates the noise of Δ_b without bias, also where confidences differ within a bin; with
     one confidence a bin it is a_b (1 − a_b) / (n_b − 1) (Kumar et al. 2019, section 5). A bin of
-    one question does not tell its noise and counts as 0. Weighted answers tell none, so they raise
-    `ValueError`.
+    one question does not tell its noise and counts as 0.
     """
-    if not sample.has_whole_counts:
-        raise ValueError(
-            "rms_debiased: weighted answers tell no noise; give a sample of whole ones"
-        )
     return root_of_square(debiased_square(sample.bins))
 
 

@@ -247,11 +247,10 @@ def scores_of_records(records: Records, among: ConfidenceDefinition) -> Scores:
 
 
 class Sample:
-    """R samples of N scored questions, of one of four kinds, which its constructors tell apart:
+    """R samples of N scored questions, of one of three kinds, which its constructors tell apart:
 
         Sample.observed(scores)             the questions as they are, each once: R is 1
         Sample.resampled(scores, counts)    each question as often as `counts` (R, N) say
-        Sample.weighted(scores, weights)    each question in the shares `weights` (R, N)
         Sample.simulated(scores, correct)   each question once, R times with other answers (R, N)
 
     A metric reads from `sample.scores` what is the same in every sample, such as confidences and
@@ -275,7 +274,6 @@ class Sample:
         size: R.
         has_each_once: Whether `counts` are ones: of observed questions and simulated answers.
         has_own_correct: Whether the answers are simulated.
-        has_whole_counts: Whether `counts` are whole numbers, which answers can be ranked by.
     """
 
     def __init__(
@@ -283,7 +281,6 @@ class Sample:
         scores: Scores,
         counts: np.ndarray | None = None,
         correct: np.ndarray | None = None,
-        has_whole_counts: bool = True,
     ):
         self.scores = scores
         self.has_each_once = counts is None
@@ -291,9 +288,6 @@ class Sample:
         self.has_own_correct = correct is not None
         self.correct = scores.correct if correct is None else correct
         self.size = len(self.counts) if correct is None else len(correct)
-        self.has_whole_counts = has_whole_counts
-        if has_whole_counts and self.counts.dtype.kind == "f" and (self.counts % 1).any():
-            raise ValueError("counts are not whole numbers; Sample.weighted takes others")
 
     @classmethod
     def observed(cls, scores: Scores) -> "Sample":
@@ -302,18 +296,8 @@ class Sample:
 
     @classmethod
     def resampled(cls, scores: Scores, counts: np.ndarray) -> "Sample":
-        """Return R resamples; `counts` (R, N) are whole numbers, else `ValueError`."""
+        """Return R resamples; `counts` (R, N) are whole numbers."""
         return cls(scores, counts)
-
-    @classmethod
-    def weighted(cls, scores: Scores, weights: np.ndarray) -> "Sample":
-        """Return R samples in which a question stands for others: `weights` (R, N), from 0.
-
-        They are a population's expected values, as tests/eval/interval_coverage.py asks for;
-        nothing in the package weights. `aurc` and `rms_debiased`, which count answers,
-        are not defined of them, and raise `ValueError`.
-        """
-        return cls(scores, weights, has_whole_counts=False)
 
     def __len__(self) -> int:
         """Return R, how many samples it is."""
@@ -373,8 +357,6 @@ class Sample:
         Whole numbers are added as integers, which is many times as fast as in floating point.
         """
         answers, _ = self.by_level
-        if not self.has_whole_counts:
-            return answers.cumsum(1)
         return answers.astype(np.int64).cumsum(1)
 
     @cached_property

@@ -2,7 +2,7 @@
 
 `Record` is the line, with the packages' "versions" beside it; `RECORDS.jsonl.meta.json`, the
 sidecar, holds the settings that the model was asked with. `read` gives a whole file as arrays,
-`Records`.
+`Records`. While records are made, `store` keeps them.
 """
 
 import hashlib

@@ -19,14 +19,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import logsumexp
 
+from calibeval import measures
 from calibeval import records as record_files
 from calibeval.ask.tasks import splits_of
 from calibeval.io import InputError, atomic_write, counted
-from calibeval.measures import evaluations, scaling, stats
-from calibeval.measures.comparable import same_normaliser, same_prompts, same_questions
-from calibeval.measures.evaluations import SIGNIFICANCE, Evaluation
-from calibeval.measures.samples import AMONG_WORDS, ConfidenceDefinition
-from calibeval.measures.stats import Estimate
+from calibeval.measures import (
+    AMONG_WORDS,
+    SIGNIFICANCE,
+    ConfidenceDefinition,
+    Estimate,
+    Evaluation,
+    same_normaliser,
+    same_prompts,
+    same_questions,
+    scaling,
+    stats,
+)
 from calibeval.records import Records
 
 if TYPE_CHECKING:
@@ -49,6 +57,34 @@ TRIAL = (
     "model was smoothed already, try its β and a larger one instead of 0.1 and 0.2."
 )
 MORE_QUESTIONS = "score more questions, if the task has more"
+BOTH_DIRECTIONS = (
+    "The model may be too sure at some confidences and not sure enough at others, which "
+    f"`--figure` draws, or these questions are too few to tell: {MORE_QUESTIONS}."
+)
+UNMENDED = (
+    "one temperature is not shown to mend the error, of {points:.1f} points on average: "
+    f"{MORE_QUESTIONS}, else leave it."
+)
+# What is said of each verdict: of the probabilities, and what to do about those among all tokens
+# and about those among the choices where no temperature is shown to help.
+DESCRIPTIONS = {
+    "calibrated": "not shown to be wrong ({ece})",
+    "over-confident": "over-confident, by {points:.1f} points on average ({ece})",
+    "under-confident": "under-confident, by {points:.1f} points on average ({ece})",
+    "miscalibrated": "miscalibrated, though not shown to be too high or too low on average ({ece})",
+}
+ADVICE_AMONG_ALL_TOKENS = {
+    "calibrated": "no error is shown, so nothing speaks for smoothing.",
+    "over-confident": f"a temperature does not reach these. {TRIAL}",
+    "under-confident": "do not smooth, since the model is less sure than it should be already. If "
+    "it was trained with smoothing, use a smaller β.",
+    "miscalibrated": f"an error is shown, but not its direction. {BOTH_DIRECTIONS}",
+}
+ADVICE_WITHOUT_TEMPERATURE = {
+    "over-confident": UNMENDED,
+    "under-confident": f"{UNMENDED} Smoothing would make the model less sure still.",
+    "miscalibrated": f"one temperature is not shown to mend the error. {BOTH_DIRECTIONS}",
+}
 SCORE_ALIKE = (
     "score both with the same options, as `calibeval check BASE TUNED --task … --out DIR` does"
 )
@@ -147,9 +183,9 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
     Both must answer the same questions in the same words. `figure` is the name of a PNG file.
     Raises `InputError` for records that cannot be compared, or fewer than 40 questions.
     """
-    parts = evaluations.SUMMARY_PARTS if figure is None else evaluations.PARTS
-    base_evaluation = evaluations.load(Path(base), parts=parts)
-    tuned_evaluation = evaluations.load(Path(tuned), parts=parts)
+    parts = measures.SUMMARY_PARTS if figure is None else measures.PARTS
+    base_evaluation = measures.load(Path(base), parts=parts)
+    tuned_evaluation = measures.load(Path(tuned), parts=parts)
     same_questions([base_evaluation, tuned_evaluation])
     same_normaliser(base_evaluation, tuned_evaluation, SCORE_ALIKE)
     same_prompts(base_evaluation, tuned_evaluation, remedy=SCORE_ALIKE)
@@ -192,7 +228,9 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
         on_temperature = temperature_sentence(result)
     result.sentences.extend(sentences(result, base_evaluation, tuned_evaluation, on_temperature))
     if figure is not None:
-        save_figure(draw({"before": base_evaluation, "after": tuned_evaluation}), Path(figure))
+        canvas = draw({"before": base_evaluation, "after": tuned_evaluation})
+        with atomic_write(figure, "wb") as file:
+            canvas.savefig(file, format="png", dpi=200)
     return result
 
 
@@ -200,7 +238,7 @@ def with_temperatures(
     result: Check, tuned: Evaluation, cooled: Records, temperatures: tuple[float, float]
 ) -> Check:
     """What was found, with what the cross-fitted temperatures do to the tuned model's answers."""
-    cooled_evaluation = evaluations.measure(cooled, None, ERRORS, evaluations.SUMMARY_PARTS)
+    cooled_evaluation = measures.measure(cooled, None, ERRORS, measures.SUMMARY_PARTS)
     return replace(
         result,
         temperatures=temperatures,
@@ -341,14 +379,12 @@ def described(reading: Reading) -> str:
     p_value = reading.ece.p_calibrated
     if p_value is not None and NEAR_P[0] <= p_value <= NEAR_P[1]:
         ece += f"; p = {p_value:.3f}"
-    points = 100 * abs(number_of(reading.surplus))
-    if reading.verdict == "over-confident":
-        return f"over-confident, by {points:.1f} points on average ({ece})"
-    if reading.verdict == "under-confident":
-        return f"under-confident, by {points:.1f} points on average ({ece})"
-    if reading.verdict == "calibrated":
-        return f"not shown to be wrong ({ece})"
-    return f"miscalibrated, though not shown to be too high or too low on average ({ece})"
+    return DESCRIPTIONS[reading.verdict].format(points=points_of(reading), ece=ece)
+
+
+def points_of(reading: Reading) -> float:
+    """By how many points confidence and accuracy differ on average."""
+    return 100 * abs(number_of(reading.surplus))
 
 
 def calibrated_models(floor: float | None) -> str:
@@ -386,48 +422,24 @@ def advice(result: Check) -> str:
     steps = []
     change = result.change_of_accuracy
     lost_accuracy = change.significant and number_of(change) < 0
-    if lost_accuracy and any(has_risen(change) for change in result.change_by_tuning.values()):
+    error_rose = any(
+        change.significant and number_of(change) > 0 for change in result.change_by_tuning.values()
+    )
+    if lost_accuracy and error_rose:
         steps.append(
             "Accuracy fell and the error rose: first try to train less, with fewer epochs or a "
             "lower learning rate."
         )
     steps.append(f"Among the choices: {advice_among_choices(result)}")
     if "vocabulary" in result.after:
-        verdict = result.after["vocabulary"].verdict
-        steps.append(f"Among all tokens: {advice_among_all_tokens(verdict)}")
+        to_do = ADVICE_AMONG_ALL_TOKENS[result.after["vocabulary"].verdict]
+        steps.append(f"Among all tokens: {to_do}")
     elif result.temperature_applied is not None:
         steps.append(
             "Among all tokens: these records hold nothing of it; check those that the temperature "
             "was applied to."
         )
     return f"What to do: {' '.join(steps)}"
-
-
-def has_risen(change: Estimate) -> bool:
-    """Whether a change is shown to be above 0."""
-    return change.significant and number_of(change) > 0
-
-
-def advice_among_all_tokens(verdict: str) -> str:
-    """What to do about the probabilities among all tokens."""
-    if verdict == "over-confident":
-        return f"a temperature does not reach these. {TRIAL}"
-    if verdict == "under-confident":
-        return (
-            "do not smooth, since the model is less sure than it should be already. If it was "
-            "trained with smoothing, use a smaller β."
-        )
-    if verdict == "calibrated":
-        return "no error is shown, so nothing speaks for smoothing."
-    return f"an error is shown, but not its direction. {both_directions()}"
-
-
-def both_directions() -> str:
-    """What an error that has no direction on average may be, and what would tell."""
-    return (
-        "The model may be too sure at some confidences and not sure enough at others, which "
-        f"`--figure` draws, or these questions are too few to tell: {MORE_QUESTIONS}."
-    )
 
 
 def advice_among_choices(result: Check) -> str:
@@ -449,16 +461,7 @@ def advice_among_choices(result: Check) -> str:
             f"VALIDATION.jsonl TEST.jsonl --out SCALED.jsonl` (step 3 of {GUIDE}). It changes no "
             "answer, and it is this task's alone: other tasks need their own."
         )
-    if reading.verdict == "miscalibrated":
-        return f"one temperature is not shown to mend the error. {both_directions()}"
-    points = 100 * abs(number_of(reading.surplus))
-    unmended = (
-        f"one temperature is not shown to mend the error, of {points:.1f} points on average: "
-        f"{MORE_QUESTIONS}, else leave it."
-    )
-    if reading.verdict == "under-confident":
-        return f"{unmended} Smoothing would make the model less sure still."
-    return unmended
+    return ADVICE_WITHOUT_TEMPERATURE[reading.verdict].format(points=points_of(reading))
 
 
 def questions_to_fit_on(result: Check) -> str:
@@ -528,9 +531,3 @@ def draw(by_model: dict[str, Evaluation]) -> "Figure":
         handles = panels[0, 0].get_legend_handles_labels()[0]
         canvas.legend(handles=handles, loc="outside lower center", ncols=2)
     return canvas
-
-
-def save_figure(canvas: "Figure", path: Path) -> None:
-    """Write a figure as PNG; raises `InputError` where it cannot be written."""
-    with atomic_write(path, "wb") as file:
-        canvas.savefig(file, format="png", dpi=200)

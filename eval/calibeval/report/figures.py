@@ -14,8 +14,7 @@ from urllib.parse import quote
 import numpy as np
 
 from calibeval.io import atomic_write
-from calibeval.measures.definitions import MAIN_ERROR, METRICS
-from calibeval.measures.samples import AMONG_WORDS, ConfidenceDefinition
+from calibeval.measures import AMONG_WORDS, MAIN_ERROR, METRICS, ConfidenceDefinition
 from calibeval.report.index import Results, TableRow
 
 if TYPE_CHECKING:

@@ -13,11 +13,18 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, model_validator
 from tqdm import tqdm
 
+from calibeval import measures
 from calibeval.io import InputError, json_lines
-from calibeval.measures import evaluations, stats
-from calibeval.measures.comparable import same_normaliser, same_prompts, same_questions
-from calibeval.measures.evaluations import Cluster, Evaluation, TooFewClusters
-from calibeval.measures.samples import ConfidenceDefinition
+from calibeval.measures import (
+    Cluster,
+    ConfidenceDefinition,
+    Evaluation,
+    TooFewClusters,
+    same_normaliser,
+    same_prompts,
+    same_questions,
+    stats,
+)
 from calibeval.validation import Text, checked, is_unicode
 
 Scalar = bool | int | float | str | None
@@ -255,9 +262,9 @@ def _seed_order(file: IndexedFile) -> float:
 def _load(path: Path, cluster: Cluster | None) -> Evaluation:
     """A record file's evaluation, over resamples of its questions where it has too few subjects."""
     try:
-        return evaluations.load(path, cluster=cluster)
+        return measures.load(path, cluster=cluster)
     except TooFewClusters:
-        return evaluations.load(path)
+        return measures.load(path)
 
 
 def _check_comparable(files: list[IndexedFile], loaded: list[Evaluation]) -> None:

@@ -18,10 +18,18 @@ from jinja2 import Environment, FileSystemLoader
 
 from calibeval.ask.request import DEFAULT_COLUMNS
 from calibeval.io import InputError, counted, write_text
-from calibeval.measures import stats
-from calibeval.measures.definitions import COMPARED_BY_SQUARE, MAIN_ERROR, METRICS, WITH_INTERVAL
-from calibeval.measures.evaluations import CONFIDENCES, SIGNIFICANCE, Cluster, Evaluation
-from calibeval.measures.samples import ConfidenceDefinition
+from calibeval.measures import (
+    COMPARED_BY_SQUARE,
+    CONFIDENCES,
+    MAIN_ERROR,
+    METRICS,
+    SIGNIFICANCE,
+    WITH_INTERVAL,
+    Cluster,
+    ConfidenceDefinition,
+    Evaluation,
+    stats,
+)
 from calibeval.report import figures, index
 from calibeval.report.index import BLOCK_KEYS, Results, Scalar, TableRow, heading
 
