@@ -680,10 +680,11 @@ def test_other_right_answers_are_refused(tmp_path, refused):
 
 def test_metrics_prints_them_all(tmp_path, run):
     printed = run("metrics", write_records(tmp_path / "a.jsonl", n=100)).out
-    *table, about = printed.splitlines()[2:]
+    *table, about, left_out = printed.splitlines()[2:]
     assert [line.split()[0] for line in table] == list(stats.METRICS)
     assert "floor" in printed
     assert about == "[low, high]: 95 % intervals over resamples of the questions"
+    assert left_out.startswith("rms_debiased leaves out bins of one question")
 
 
 MEMORY_OF_METRICS = """

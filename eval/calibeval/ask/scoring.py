@@ -258,7 +258,9 @@ class _TaskFilling:
         settings = {**settings, **self.task.model_dump(exclude={"name"})}
         was_complete = self._make_complete(path, settings)
         if working_folder != folder:
-            path = _move_records(path, folder)
+            sidecar = records.sidecar(path)
+            sidecar.replace(folder / sidecar.name)
+            path = path.replace(folder / path.name)
         scored = records.read(path)
         if self.progress and was_complete:
             questions = counted(len(scored), "question")
@@ -364,13 +366,6 @@ def _tokens_digest(items: Iterable[Item]) -> str:
             total.update(f"{len(tokens)} ".encode())
             total.update(np.array(tokens, "<u4").tobytes())
     return total.hexdigest()
-
-
-def _move_records(path: Path, folder: Path) -> Path:
-    """Move a record file and its sidecar to a folder; returns the file's new path."""
-    sidecar = records.sidecar(path)
-    sidecar.replace(folder / sidecar.name)
-    return path.replace(folder / path.name)
 
 
 @dataclass(frozen=True)

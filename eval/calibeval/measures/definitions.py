@@ -85,8 +85,9 @@ def aurc(sample: Sample) -> np.ndarray:
     wrong = at_level - right[:, ::-1]
     total = sample.answers_up_to_level[:, -1:]
     surer = total - sample.answers_up_to_level[:, ::-1]
-    sums = harmonic_sums(int(total.max())).take(surer)  # Σ_{i < M} H(i) of each level
-    sums_of_total = harmonic_sums(int(total.max())).take(total)  # Σ_{i < N} H(i)
+    sums_below = harmonic_sums(1 << int(total.max()).bit_length())
+    sums = sums_below.take(surer)  # Σ_{i < M} H(i) of each level
+    sums_of_total = sums_below.take(total)  # Σ_{i < N} H(i)
     # The next level's M is M + m, so neighbours differ by the level's Σ_{M ≤ i < M + m} H(i).
     growth = np.diff(sums, axis=1, append=sums_of_total)
     wrong_share = wrong / np.maximum(at_level, 1)
@@ -96,14 +97,9 @@ def aurc(sample: Sample) -> np.ndarray:
     return areas / total[:, 0]
 
 
-def harmonic_sums(most: int) -> np.ndarray:
-    """Σ_{i < n} H(i) for n from 0 to `most` and further, with H(n) = Σ_{i ≤ n} 1 / i."""
-    return _harmonic_sums_below(1 << most.bit_length())
-
-
 @lru_cache(maxsize=2)
-def _harmonic_sums_below(size: int) -> np.ndarray:
-    """Σ_{i < n} H(i) for n from 0 to `size`."""
+def harmonic_sums(size: int) -> np.ndarray:
+    """Σ_{i < n} H(i) for n from 0 to `size`, with H(n) = Σ_{i ≤ n} 1 / i."""
     harmonic = np.cumsum(1 / np.arange(1, size))
     return np.concatenate([[0, 0], np.cumsum(harmonic)])
 

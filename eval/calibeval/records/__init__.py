@@ -291,6 +291,9 @@ def joined(
     if first is None:
         raise InputError(f"{path}: no records")
     known_shots = [number for number in shots if number is not None]
+    shown_shots = None
+    if len(known_shots) == len(shots):
+        shown_shots = described_shots(questions_of_shots(known_shots))
     return Records(
         path=path,
         ids=list(place_of_id),
@@ -305,15 +308,8 @@ def joined(
         chat_template=first.chat_template,
         shots=max(known_shots, default=None),
         truncated_prompts=truncated_prompts,
-        shown_shots=_shown_shots(known_shots, len(shots)),
+        shown_shots=shown_shots,
     )
-
-
-def _shown_shots(known_shots: list[int], questions: int) -> str | None:
-    """How many examples stand before how many questions; None where not all are known."""
-    if len(known_shots) < questions:
-        return None
-    return described_shots(questions_of_shots(known_shots))
 
 
 def questions_of_shots(shots: Iterable[int]) -> dict[int, int]:

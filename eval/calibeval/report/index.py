@@ -101,11 +101,6 @@ class IndexedFile:
     seed: float | None
     keys: dict[str, Scalar]
 
-    @property
-    def was_tuned(self) -> bool:
-        """Whether it is of a model after fine-tuning."""
-        return self.keys["label_smoothing"] is not None
-
 
 # These keys may differ between the lines of one row: they say which records a line is of, of which
 # questions, and which of the repetitions of one setting.
@@ -339,7 +334,9 @@ def varying_keys(files: list[IndexedFile]) -> tuple[str, ...]:
         # Where a tuned model's line lacks the key, that is a value like any other, None. The line
         # of a model before fine-tuning counts only where it has the key: such a model has no
         # learning rate, and that alone does not make the learning rate vary.
-        counted_files = [file for file in files if key in file.keys or file.was_tuned]
+        counted_files = [
+            file for file in files if key in file.keys or file.keys["label_smoothing"] is not None
+        ]
         return len({file.keys.get(key) for file in counted_files}) > 1
 
     keys = dict.fromkeys(Entry.model_fields)
