@@ -18,7 +18,16 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 usage="usage: apply.sh CHECKOUT [--check|--reverse]"
 
-fail() { echo "error: $1" >&2; exit 2; }
+# What a checkout's lines hold that a terminal would obey is left out.
+fail() {
+  printf 'error: %s\n' "$1" | LC_ALL=C sed $'s/\xc2[\x80-\x9f]//g' | LC_ALL=C tr -d '\000-\010\013-\037\177' >&2
+  exit 2
+}
+
+# A checkout may be somebody else's: git is given a minute, where there is `timeout`.
+git() {
+  if type -P timeout > /dev/null; then timeout 60 git "$@"; else command git "$@"; fi
+}
 
 # without_blocks DIFF FILE: print FILE without the blocks of lines that DIFF, as `diff` prints it, says were added. They
 # come in the file's order: the file is walked once, and each block is dropped where it first occurs behind the one
@@ -73,6 +82,7 @@ get="git clone $repository FOLDER && git -C FOLDER checkout $commit"
 [ -d "$checkout" ] || fail "$checkout is not a folder; to get a checkout: $get"
 target=$checkout/$file
 [ -f "$target" ] || fail "$checkout has no $file, so it is no open-instruct checkout; to get one: $get"
+[ "$(wc -c < "$target")" -lt 4000000 ] || fail "$file in $checkout has more than 4 MB, so it is not open-instruct's"
 ! grep -q $'\r$' "$target" ||
   fail "$file in $checkout ends its lines as on Windows (git's core.autocrlf), and the patches do not, so nothing was changed: sed -i 's/\\r\$//' $target"
 # A partial clone would fetch what it lacks, by a program that its own configuration may name.
@@ -118,7 +128,7 @@ cp "$path_in_patches" "$after"
 names_ours=' as ours$|\bours\.'
 # The checkout's lines that name `ours` and are not lines of `after`. They are another version's of these patches, or of a
 # variable `ours` of the checkout's own, which would hide the import.
-unknown_lines=$(grep -E "$names_ours" "$target" | grep -vxF -f <(grep -E "$names_ours" "$after") || true)
+unknown_lines=$(grep -E "$names_ours" "$target" | grep -vxF -f <(grep -E "$names_ours" "$after") | sed 's/^/  /' || true)
 [ -z "$unknown_lines" ] ||
   fail "$file in $checkout holds lines of another version of these patches, or a variable \`ours\` of its own, which would hide their import: rename that, or undo them with the apply.sh that came with them, or patch a second checkout ($get):"$'\n'"$unknown_lines"
 

@@ -22,9 +22,11 @@ import re
 import secrets
 import stat
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 if TYPE_CHECKING:
@@ -32,12 +34,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTINUES",
+    "LARGE_FILE",
+    "WHOLE_FILE",
     "InputError",
     "atomic_write",
     "counted",
     "finish",
+    "hanging",
     "json_lines",
     "json_object",
+    "one_line",
     "open_to_write",
     "parse_json",
     "placed_lines",
@@ -45,6 +51,7 @@ __all__ = [
     "progress",
     "read_text",
     "reading",
+    "refuse_larger",
     "regular_file",
     "sha256",
     "show",
@@ -60,7 +67,16 @@ STDOUT = 1  # file descriptor
 HASH_BUFFER = 1 << 20  # bytes
 PROGRESS_AFTER = 5  # seconds, after which a bar shows how far a command is
 PROGRESS_STEP = 1 << 22  # characters of a file between two looks at the clock
-CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+WHOLE_FILE = 64 << 20  # bytes of the largest file that `read_text` reads unless it is told another
+LARGE_FILE = 4 << 30  # bytes of the largest file of records, or log of them, that is read
+LINE_CHARACTERS = 64 << 20  # of the longest line of a JSON-lines file
+# What a terminal obeys, the marks among it that turn the direction of writing, and the halves of
+# surrogate pairs, which no terminal can be sent.
+CONTROL_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+# The pipes that a user may name for a file, as a shell does for <(command).
+NAMED_PIPES = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")
 
 
 class InputError(ValueError):
@@ -73,13 +89,14 @@ def finish(work: Callable[[], int | None], if_stopped: str = "stopped") -> int:
     The status is what `work` returns, where None means 0. After `InputError`, or an error of the
     operating system that names a file, one line goes to stderr and the status is 2. After Ctrl-C
     `if_stopped` goes to stderr and the status is 130. After a broken pipe, such as `| head` leaves,
-    the status is 0. Other exceptions pass through.
+    the status is 0. Other exceptions pass through; if they end the program, their traceback has its
+    control characters spelled out.
     """
     try:
         status = work()
         sys.stdout.flush()
     except InputError as error:
-        show(f"error: {error}", to_stderr=True)
+        _show_error(str(error))
         return BAD_INPUT
     except BrokenPipeError:
         # The reader of `… | head` has read enough. The interpreter flushes stdout once more when
@@ -89,12 +106,29 @@ def finish(work: Callable[[], int | None], if_stopped: str = "stopped") -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        show(f"error: {error.filename}: {error.strerror}", to_stderr=True)
+        _show_error(f"{error.filename}: {error.strerror}")
+        return BAD_INPUT
+    except MemoryError:
+        _show_error("this needs more memory than there is")
         return BAD_INPUT
     except KeyboardInterrupt:
         print(if_stopped, file=sys.stderr)
         return INTERRUPTED
+    except Exception:
+        sys.excepthook = _show_traceback
+        raise
     return status or 0
+
+
+def _show_traceback(
+    kind: type[BaseException], error: BaseException, place: TracebackType | None
+) -> None:
+    """Print a traceback as Python does, see `printable`."""
+    show("".join(traceback.format_exception(kind, error, place)), to_stderr=True, end="")
+
+
+def _show_error(message: str) -> None:
+    show(hanging(f"error: {message}"), to_stderr=True)
 
 
 @overload
@@ -172,18 +206,22 @@ def regular_file(path: str | Path, flags: int) -> int:
 
     Anything else that a shared folder may hold raises OSError: a pipe, which a reader would wait
     for, a device, and, where the file is written, a link, which may lead to any file of this
-    user's. What the user names below /dev, such as /dev/stdin, is opened as it is.
+    user's. A pipe is read where the user names it as /dev/stdin or as a shell names <(command).
     """
-    if os.fspath(path).startswith(("/dev/", "/proc/")):
-        return os.open(path, flags)
+    may_be_pipe = False
     if flags & (os.O_WRONLY | os.O_RDWR):
         if os.path.islink(path):
             target = os.readlink(path)
             reason = f"a link to {target}, which would be written: delete the link"
             raise OSError(errno.ELOOP, reason, os.fspath(path))
         flags |= os.O_NOFOLLOW
+    else:
+        may_be_pipe = NAMED_PIPES.fullmatch(os.fspath(path)) is not None
     handle = os.open(path, flags | os.O_NONBLOCK, mode=0o666)
     kind = os.fstat(handle).st_mode
+    if may_be_pipe and stat.S_ISFIFO(kind):
+        os.set_blocking(handle, True)
+        return handle
     if not stat.S_ISREG(kind):
         os.close(handle)
         if stat.S_ISDIR(kind):
@@ -226,6 +264,8 @@ def sha256(path: str | Path) -> str:
                 digest.update(buffer[:count])
     except OSError as error:
         raise InputError(f"{path}: could not be read ({error.strerror})") from error
+    except ValueError as error:  # no file can be called so
+        raise InputError(f"{path}: could not be read ({error})") from error
     return digest.hexdigest()
 
 
@@ -233,7 +273,15 @@ def sha256(path: str | Path) -> str:
 def reading(path: str | Path) -> Iterator[IO[str]]:
     """Open a UTF-8 file, newlines untouched; unreadable files raise `InputError`."""
     try:
-        with open(path, encoding="utf-8-sig", newline="\n", opener=regular_file) as file:
+        opened = open(  # noqa: SIM115 it is closed below
+            path, encoding="utf-8-sig", newline="\n", opener=regular_file
+        )
+    except OSError as error:
+        raise InputError(f"{path}: could not be read ({error.strerror})") from error
+    except ValueError as error:  # no file can be called so
+        raise InputError(f"{path}: could not be read ({error})") from error
+    try:
+        with opened as file:
             yield file
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
@@ -242,9 +290,19 @@ def reading(path: str | Path) -> Iterator[IO[str]]:
         raise InputError(f"{path}: could not be read ({error.strerror})") from error
 
 
-def read_text(path: str | Path) -> str:
-    """A UTF-8 file's text, newlines untouched; unreadable files raise `InputError`."""
+def refuse_larger(path: str | Path, size: int, most: int) -> None:
+    """Raise `InputError` for a file of more than `most` bytes, before it fills the memory."""
+    if size > most:
+        raise InputError(f"{path}: is larger than {most:,} bytes, the most that is read of it")
+
+
+def read_text(path: str | Path, most: int = WHOLE_FILE) -> str:
+    """A UTF-8 file's text, newlines untouched; unreadable files raise `InputError`.
+
+    So do files of more than `most` bytes, which somebody may have planted to fill the memory.
+    """
     with reading(path) as file:
+        refuse_larger(path, os.fstat(file.fileno()).st_size, most)
         return file.read()
 
 
@@ -272,13 +330,18 @@ def placed_lines(path: str | Path) -> Iterator[tuple[str, str]]:
     """
     with reading(path) as lines, progress(f"{path}", os.path.getsize(path), unit="B") as bar:
         unshown = 0
-        for number, line in enumerate(lines, start=1):
+        whole_lines = iter(lambda: lines.readline(LINE_CHARACTERS), "")
+        for number, line in enumerate(whole_lines, start=1):
             unshown += len(line)
             if unshown > PROGRESS_STEP:
                 bar.update(unshown)
                 unshown = 0
-            if line.strip():
-                yield f"{path}, line {number}", line
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            if len(line) == LINE_CHARACTERS:
+                raise InputError(f"{place}: is longer than {LINE_CHARACTERS:,} characters")
+            yield place, line
 
 
 def json_object(place: str, line: str) -> dict[str, Any]:
@@ -316,9 +379,22 @@ def printable(text: str) -> str:
     r"""A text without control characters other than line breaks and tabs.
 
     A terminal obeys them: a name in somebody's file could clear the screen, or write a line that no
-    program has said. They are written as JSON writes them, \u001b.
+    program has said. They are written as JSON writes them, \u001b; see `CONTROL_CHARACTERS`.
     """
     return CONTROL_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def hanging(text: str) -> str:
+    """A text whose lines after the first are indented.
+
+    So a line that somebody's file has put into a message is not taken for one of the command's.
+    """
+    return "\n       ".join(line.lstrip() for line in text.splitlines())
+
+
+def one_line(text: str) -> str:
+    """Return a text without line breaks and other control characters, which would end a row."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text)
 
 
 def show(text: str, *, to_stderr: bool = False, end: str = "\n") -> None:

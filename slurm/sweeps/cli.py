@@ -158,7 +158,8 @@ def _typed_path(typed: str) -> Path:
 def _enter_launch_folder(parsed: argparse.Namespace) -> None:
     """Go where the launch of a folder was typed: relative paths of its sweep begin there.
 
-    Those of a sweep file begin where this command is typed.
+    Those of a sweep file begin where this command is typed. That folder may be anybody's, so
+    nothing is run or imported from it: see `_look_for_nothing_here`.
     """
     from sweeps.runs.grid import launch_folder
 
@@ -169,7 +170,20 @@ def _enter_launch_folder(parsed: argparse.Namespace) -> None:
         parsed.sweep = folder.absolute()
     remembered = launch_folder(folder)
     if remembered is not None:
+        _look_for_nothing_here(parsed)
         os.chdir(remembered)
+
+
+def _look_for_nothing_here(parsed: argparse.Namespace) -> None:
+    """Take care that the folder to be entered has no say in which programs and modules are found.
+
+    Where the paths of programs and modules begin at the current folder, it is this one.
+    """
+    programs = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(map(os.path.abspath, programs))
+    sys.path[:] = map(os.path.abspath, sys.path)
+    if parsed.command == "collect":  # which draws
+        import matplotlib  # noqa: F401 reads a `matplotlibrc` of the current folder now
 
 
 def _plan(parsed: argparse.Namespace) -> "SweepPlan":
@@ -197,7 +211,7 @@ def _plan_to_try(parsed: argparse.Namespace) -> "SweepPlan":
 
 def _plan_to_look_at(parsed: argparse.Namespace) -> "SweepPlan":
     """The sweep that was typed, or what its folder holds where its backend cannot be imported."""
-    from calibeval.io import show
+    from calibeval.io import hanging, show
     from sweeps.runs.backend_modules import NoBackend
     from sweeps.runs.grid import plan_from_folder, plan_to_look_at
 
@@ -207,12 +221,13 @@ def _plan_to_look_at(parsed: argparse.Namespace) -> "SweepPlan":
         plan = plan_from_folder(parsed.sweep, parsed.overrides)
         if not plan.runs:
             raise
-        show(f"warning: {error}; this is what its folder holds", to_stderr=True)
+        message = f"warning: {error}; this is what its folder holds"
+        show(hanging(message), to_stderr=True)
         return plan
 
 
 def _launch(parsed: argparse.Namespace) -> int:
-    from calibeval.io import InputError
+    from calibeval.io import InputError, hanging, show
     from sweeps.launch import preflight
 
     plan = _plan_to_try(parsed) if parsed.dry_run else _plan(parsed)
@@ -223,7 +238,7 @@ def _launch(parsed: argparse.Namespace) -> int:
         raise InputError("--scripts: without Slurm there are none; leave out --executor local")
     note = plan.joined_sweep()
     if note:
-        print(note, file=sys.stderr)
+        show(hanging(note), to_stderr=True)
     problems = preflight.problems(plan, executor, runs_programs=not parsed.dry_run)
     if parsed.dry_run:
         _dry_run(plan, problems)
@@ -235,7 +250,8 @@ def _launch(parsed: argparse.Namespace) -> int:
         raise InputError("--scripts: prints what --dry-run would submit; add --dry-run")
     if problems:
         raise InputError("\n       ".join([f"{parsed.sweep}:", *problems]))
-    print(f"folder: {plan.folder.absolute()}", flush=True)
+    show(f"folder: {plan.folder.absolute()}")
+    sys.stdout.flush()
     if executor == "slurm":
         return _launch_on_slurm(plan)
     return _launch_here(plan)
@@ -243,25 +259,26 @@ def _launch(parsed: argparse.Namespace) -> int:
 
 def _dry_run(plan: "SweepPlan", problems: list[str]) -> None:
     """Print every run's state, and what a launch would refuse."""
-    from calibeval.io import show
+    from calibeval.io import hanging, show
     from sweeps.results import status
 
     show(status.table(plan))
     for problem in problems:
-        show(f"a launch would refuse: {problem}")
+        show(hanging(f"a launch would refuse: {problem}"))
     if not problems:
         print("a launch would refuse nothing")
 
 
 def _planned_jobs(plan: "SweepPlan", scripts: bool) -> None:
     """Print which jobs a launch would hand to Slurm, or their whole scripts."""
+    from calibeval.io import show
     from sweeps.launch import slurm
 
     print("\nOn Slurm, if nothing is queued:")
     if scripts:
-        print(slurm.planned_scripts(plan), end="")
+        show(slurm.planned_scripts(plan), end="")
     else:
-        print(slurm.planned_jobs(plan), end="")
+        show(slurm.planned_jobs(plan), end="")
         print("Add --scripts to see what sbatch gets.")
 
 
@@ -272,13 +289,13 @@ def _launch_on_slurm(plan: "SweepPlan") -> int:
 
     submission = slurm.submit(plan)
     for job_id, job in submission.jobs.items():
-        print(f"submitted job {job_id}: {job.describe()}")
+        show(f"submitted job {job_id}: {job.describe()}")
     problems = submission.problems(plan)
     if not submission.jobs and not problems:
-        print(f"{submission.describe_present(plan)}, nothing to add")
+        show(f"{submission.describe_present(plan)}, nothing to add")
     for line in [*problems, *submission.notes(plan)]:
         show(line, to_stderr=True)
-    print(f"watch: {cli_command('status', plan.folder)}")
+    show(f"watch: {cli_command('status', plan.folder)}")
     return 1 if problems else 0
 
 
@@ -323,6 +340,7 @@ def _logs(parsed: argparse.Namespace) -> None:
 
 
 def _cancel(parsed: argparse.Namespace) -> None:
+    from calibeval.io import show
     from sweeps.launch import slurm
     from sweeps.runs.processes import cli_command
 
@@ -330,12 +348,12 @@ def _cancel(parsed: argparse.Namespace) -> None:
     is_whole_folder = parsed.sweep == plan.folder and not parsed.overrides
     cancelled, left = slurm.cancel(plan, is_whole_folder)
     for element in cancelled:
-        print(f"cancelled {element.label}: {element.run or 'the job that makes the tables'}")
+        show(f"cancelled {element.label}: {element.run or 'the job that makes the tables'}")
     if not cancelled:
         print("cancelled: no job")
     if left:
-        print(f"still queued or running, and not asked for: {', '.join(left)}", file=sys.stderr)
-        print(f"to cancel all: {cli_command('cancel', plan.folder)}", file=sys.stderr)
+        show(f"still queued or running, and not asked for: {', '.join(left)}", to_stderr=True)
+        show(f"to cancel all: {cli_command('cancel', plan.folder)}", to_stderr=True)
     sys.stdout.flush()
     # A launch that runs without Slurm is not cancelled: the command ends with how to end that one.
     slurm.refuse_a_launch_here(plan)
@@ -349,7 +367,7 @@ def _collect(parsed: argparse.Namespace) -> int:
 
 
 def _prefetch(parsed: argparse.Namespace) -> int:
-    from calibeval.io import show
+    from calibeval.io import hanging, show
     from sweeps.launch import assets
     from sweeps.launch.hub_cache import use_cache
     from sweeps.runs.schema import load_cluster
@@ -359,7 +377,7 @@ def _prefetch(parsed: argparse.Namespace) -> int:
     use_cache(load_cluster(plan.sweep.cluster))
     problems = assets.fetch(assets.assets(plan))
     for problem in problems:
-        show(f"failed: {problem}", to_stderr=True)
+        show(hanging(f"failed: {problem}"), to_stderr=True)
     return 1 if problems else 0
 
 

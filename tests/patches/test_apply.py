@@ -1,5 +1,7 @@
 """What apply.sh says before it compares anything with upstream's file, on a folder that has one."""
 
+import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -53,3 +55,40 @@ def test_a_partial_clone_starts_no_program_of_its_own(folder):
     done = apply(folder, "--check")
     assert done.returncode == 2 and "lacks that commit" in done.stderr
     assert not (folder / "ran").exists()
+
+
+def test_a_large_file_is_no_finetune(folder):
+    os.truncate(folder / "open_instruct" / "finetune.py", 1 << 40)
+    done = apply(folder, "--check")
+    assert done.returncode == 2 and "has more than 4 MB" in done.stderr
+
+
+def test_nobody_waits_for_a_pipe_in_a_repository(folder):
+    """It hung for ever; here git is given a second instead of a minute."""
+    (folder / ".git").mkdir()
+    os.mkfifo(folder / ".git" / "config")
+    (folder / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+    for name in ("objects", "refs"):
+        (folder / ".git" / name).mkdir()
+    impatient = folder / "timeout"
+    impatient.write_text('#!/bin/sh\nshift\nexec "$TIMEOUT" 1 "$@"\n')
+    impatient.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "TIMEOUT": shutil.which("timeout"),
+    }
+    done = subprocess.run(
+        [APPLY, folder, "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=30,
+    )
+    assert done.returncode == 2 and "lacks that commit" in done.stderr
+
+
+def test_no_escape_sequence_reaches_the_terminal(folder):
+    done = apply(f"{folder}/\x1b[2J\x9bü")
+    assert done.returncode == 2 and f"error: {folder}/[2Jü is not a folder" in done.stderr

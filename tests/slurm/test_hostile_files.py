@@ -19,7 +19,17 @@ def test_a_row_that_is_nested_without_end_is_a_damaged_row(tmp_path):
     assert read_rows(file) == []
 
 
-@pytest.mark.parametrize("text", [ALIASES, f"a: {DEEP}"], ids=["aliases", "deep"])
-def test_yaml_without_end_is_refused_in_time(text):
-    with pytest.raises(InputError, match=r"sweep\.yaml:.*(aliases|nesting depth)"):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (ALIASES, "is used again by an alias"),
+        ("? [x, x]\n: 1\n", "expected a word as a key"),
+        (f"a: {DEEP}", "not YAML: .*(nest|deep)"),
+        (f"a: {'9' * 5000}", "not YAML: "),
+        ("a: !!bool x", "not YAML: "),
+    ],
+    ids=["aliases", "nested keys", "deep", "a number", "a tag"],
+)
+def test_yaml_without_end_is_refused_in_time(text, problem):
+    with pytest.raises(InputError, match=rf"sweep\.yaml.*: {problem}"):
         parse(text, "sweep.yaml")

@@ -310,31 +310,36 @@ def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("tag", "job_name", "owner", "is_cancelled"),
+    ("tag", "job_name", "noted_id", "user", "output", "is_cancelled"),
     [
-        ("abc123", "x.train.abc123", None, True),
-        ("abc123", "x.train.abc123", 12345, False),
-        ("train", "x.y.train", None, False),
-        ("train", "train", None, False),
-        ("abc123", "x.other.abc123", None, False),
-        ("abc124", "x.train.abc124", None, False),  # another job has this id
+        ("abc123", "x.train.abc123", "9", None, "abc123/9_0_log.out", True),
+        ("abc123", "x.train.abc123", None, None, "abc123/9_0_log.out", True),  # killed launch
+        ("abc123", "x.train.abc123", "9", 12345, "abc123/9_0_log.out", False),
+        ("abc123", "x.train.abc123", "9", None, "../../y/jobs/abc123/9_0_log.out", False),
+        ("abc123", "x.train.abc123", None, None, "../../y/jobs/abc123/9_0_log.out", False),
+        ("abc123", "x.train.abc123", "9", None, None, False),  # Slurm does not say
+        ("train", "x.y.train", "9", None, "train/9_0_log.out", False),
+        ("train", "train", "9", None, "train/9_0_log.out", False),
+        ("abc123", "x.other.abc123", "9", None, "abc123/9_0_log.out", False),
+        ("abc124", "x.train.abc124", "8", None, "abc124/9_0_log.out", False),  # of another job
     ],
 )
 def test_a_planted_folder_cancels_no_other_job(
-    toy_file, tmp_path, monkeypatch, tag, job_name, owner, is_cancelled
+    toy_file, tmp_path, monkeypatch, tag, job_name, noted_id, user, output, is_cancelled
 ):
     """It cancelled whatever job of the user's was called like it."""
     plan = plan_sweep(toy_file(), [])
     names = plan.folder / "jobs" / tag / "names"
     names.parent.mkdir(parents=True)
     names.write_text("one\n")
-    (names.parent / "id").write_text("9\n" if tag != "abc124" else "8\n")
-    if owner is not None:
-        if os.geteuid():
-            pytest.skip("giving a file away needs root")
-        os.chown(names, owner, -1)
+    if noted_id is not None:
+        (names.parent / "id").write_text(f"{noted_id}\n")
+    shown = f"   UserId=me({os.getuid() if user is None else user}) GroupId=us(1)"
+    if output is not None:
+        shown += f"\n   StdOut={plan.folder.absolute() / 'jobs' / output}"
     scripts = {
         "squeue": f"echo '9|0|R|{job_name}|None'",
+        "scontrol": f"echo '{shown}'",
         "scancel": f"echo $@ > {tmp_path}/cancelled",
     }
     for program, text in scripts.items():

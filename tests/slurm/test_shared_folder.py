@@ -1,5 +1,6 @@
 """A folder into which other users can write: what they put there is neither run nor followed."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,11 +11,14 @@ import pytest
 from sweep_tools import PROJECT, command, prepare
 
 from calibeval.io import InputError, atomic_write, open_to_write
-from sweeps.launch import worker
+from sweeps.launch import preflight, worker
+from sweeps.runs import grid
 from sweeps.runs.events import EventKind, append_event
-from sweeps.runs.files import locked, remove_folder, touch
+from sweeps.runs.files import locked, publish_folder, remove_folder, touch
 from sweeps.runs.grid import plan_sweep, plan_to_look_at
+from sweeps.runs.run import RunConfig
 from sweeps.runs.stages import TRAIN
+from sweeps.runs.yaml_io import dump_yaml
 
 
 def write_lock(path: Path) -> None:
@@ -204,3 +208,192 @@ def test_no_cell_of_a_sweeps_tables_is_a_formula(toy_file):
     command("collect", run.path.parent)
     table = (run.path.parent / "results" / "runs.csv").read_text()
     assert ",'=HYPERLINK(1)," in table
+
+
+def planted_run(run, name: str, **train) -> None:
+    """Put a run beside this one, whose config has the hash that it should."""
+    config = RunConfig(backend="trainer", train=train)
+    folder = run.path.parent / f"{name}-{config.digest[:8]}"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_yaml(config.model_dump(mode="json")))
+    (folder / "metrics.jsonl").touch()
+
+
+def planted_job(run, tag: str, **files: bytes) -> None:
+    """Put a job into the folder; `names` are there unless they are given."""
+    folder = run.path.parent / "jobs" / tag
+    folder.mkdir(parents=True)
+    for name, content in {"names": f"{run.name}\n".encode(), **files}.items():
+        (folder / name.replace("_", ".")).write_bytes(content)
+
+
+def planted_program(file: Path) -> None:
+    file.write_text(f"#!/bin/sh\ntouch '{file.parent}/ran'\n")
+    file.chmod(0o755)
+
+
+def planted_rows(file: Path, *rows: dict) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+FORGED = f"x\nforged: type this{ESCAPE}"
+DIGITS = 10**400  # which no float can hold
+ODD_FILES = {
+    "errors": lambda run: planted_rows(
+        run.attempts_file,
+        {"ended": "t", "error": ["x"]},
+        {"ended": "t", "refused": 5},
+        {"began": 5},
+        {"began": "t", "stage": {}, "files": [1]},
+        {"ended": "t", "error": FORGED},
+    ),
+    "an odd error": lambda run: planted_rows(run.attempts_file, {"ended": "t", "error": ["x"]}),
+    "a refusal": lambda run: planted_rows(run.attempts_file, {"ended": "t", "refused": FORGED}),
+    "metrics": lambda run: planted_rows(
+        run.metrics, {"step": FORGED}, {"step": 1, "loss": "x"}, {"step": DIGITS, "loss": DIGITS}
+    ),
+    "the options of a run": lambda run: planted_run(run, "m", model_name_or_path=[1], seed="x"),
+    "a run without a model": lambda run: planted_run(run, FORGED, learning_rate={}),
+    "the profile of a job": lambda run: planted_job(run, "abc123", profile_yaml=b"- 1"),
+    "the list of a job": lambda run: planted_job(run, "abc123", names=b"\xff\n"),
+    "the name of a job": lambda run: planted_job(run, "(a+)+(", script_sh=b"a" * 99),
+    "a grid": lambda run: (
+        edit_launched(run, "  a: 1\n  b: 1\n  seed: 1\n", ""),
+        edit_launched(run, "grid: {}", f"grid: {BILLIONS}"),
+    ),
+    "a key": lambda run: edit_launched(run, "grid: {}", "grid: {}\n? {a: {b: c}}\n: 1"),
+    "the place of the launch": lambda run: (
+        (run.path.parent / "launched_in").write_text(f"{run.path.parent}\n{ESCAPE}\n"),
+        os.mkfifo(run.path.parent / "matplotlibrc"),
+        planted_job(run, "abc123"),
+        planted_program(run.path.parent / "squeue"),
+    ),
+    "an endless log": lambda run: (run.attempts_file.touch(), os.truncate(run.metrics, 1 << 40)),
+}
+BILLIONS = "{" + ", ".join(f"{key}: {list(range(2000))}" for key in ("seed", "a", "b")) + "}"
+
+
+def edit_launched(run, old: str, new: str) -> None:
+    file = run.path.parent / "launched.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("plant", ODD_FILES.values(), ids=ODD_FILES)
+def test_odd_files_of_a_folder_end_in_words_and_in_time(toy_file, tmp_path, plant):
+    """They ended in tracebacks, in lines that the command had not said, or not at all."""
+    words = ["true", "{run_dir}", "{a}", "{b}", "{seed}"]
+    train = {"command": words, "a": 1, "b": 1, "seed": 1}
+    run = prepare(toy_file(grid={}, backend="command", train=train))
+    run.metrics.touch()
+    plant(run)
+    (tmp_path / "squeue").write_text("#!/bin/sh\n")
+    (tmp_path / "squeue").chmod(0o755)
+    path = f".{os.pathsep}{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    folder = run.path.parent
+    for words in (
+        ["status", folder],
+        ["collect", folder],
+        ["logs", run.path],
+        ["status", run.path],
+    ):
+        done = command(*words, timeout=60, env={**os.environ, "PATH": path})
+        printed = done.stdout + done.stderr
+        assert done.returncode in (0, 1, 2) and "Traceback" not in printed, printed
+        assert "\x1b" not in printed and "\x9b" not in printed
+        assert not any(line.startswith("forged") for line in printed.splitlines()), printed
+        assert not (folder / "ran").exists()
+
+
+def test_variables_of_the_shell_are_for_what_is_typed_and_not_for_a_folder(toy_file, monkeypatch):
+    monkeypatch.setenv("NUMBER", "7")
+    plan = plan_sweep(toy_file(grid={"seed": [1]}, model_labels={"a": "$$x"}), [])
+    plan.create()
+    assert plan_to_look_at(plan.folder, ["model_labels.a=$NUMBER"]).sweep.model_labels["a"] == "7"
+    assert plan_to_look_at(plan.folder, []).sweep.model_labels["a"] == "$x"
+    edit_launched(plan.runs[0], "$$x", "$NUMBER")
+    with pytest.raises(InputError, match="takes no variables of your shell"):
+        plan_to_look_at(plan.folder, [])
+
+
+def test_what_is_checked_of_launched_yaml_is_what_is_used(planted, tmp_path, monkeypatch):
+    """Between two reads somebody could put another backend there, which was imported."""
+    file = planted / "launched.yaml"
+    evil = file.read_text()
+    file.write_text(evil.replace("backend: evil", "backend: trainer"))
+    read_once = grid.read_yaml
+
+    def read_and_swap(path):
+        result = read_once(path)
+        file.write_text(evil)
+        return result
+
+    monkeypatch.setattr(grid, "read_yaml", read_and_swap)
+    monkeypatch.syspath_prepend(planted)
+    with contextlib.suppress(InputError):
+        plan_to_look_at(planted, [])
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", [".results.part", ".results.replaced", ".results.1.replaced"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "file", "folder"])
+def test_a_collect_writes_through_nothing_that_is_planted(toy_file, tmp_path, name, kind):
+    run = prepare(toy_file(grid={}))
+    run.metrics.touch()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    place = run.path.parent / name
+    if kind == "link":
+        place.symlink_to(mine)
+    elif kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "file":
+        place.touch()
+    else:
+        place.mkdir()
+        (place / "report.html").symlink_to(mine / "report.html")
+    (run.path.parent / "results").mkdir()
+    done = command("collect", run.path.parent.parent.parent / "toy.yaml", timeout=60)
+    assert done.returncode == 1 and "report: " in done.stdout, done.stderr
+    assert (run.path.parent / "results" / "report.html").is_file()
+    assert not list(mine.iterdir())
+
+
+def test_a_folder_that_is_swapped_for_a_link_while_it_is_filled_is_not_followed(
+    tmp_path, monkeypatch
+):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "report.html").write_text("new")
+    make = Path.mkdir
+
+    def make_and_swap(path, *arguments, **options):
+        make(path, *arguments, **options)
+        path.rmdir()
+        path.symlink_to(mine)
+
+    monkeypatch.setattr(Path, "mkdir", make_and_swap)
+    with pytest.raises(OSError, match=r"Not a directory|symbolic"):
+        publish_folder(source, tmp_path / "results")
+    assert not list(mine.iterdir())
+
+
+def test_a_dry_run_looks_into_no_cache_that_only_another_users_profile_names(
+    toy_file, profile, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("HF_HOME", "mine")
+    cache = tmp_path / "theirs"
+    file = profile(cache=str(cache))
+    plan = plan_sweep(toy_file(grid={}, cluster=file), [])
+    plan.create()
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    found = preflight.problems(plan_sweep(plan.folder, []), "local", runs_programs=False)
+    assert any("cache: is not looked into" in problem for problem in found), found
+    assert os.environ["HF_HOME"] == "mine"
+    typed = plan_sweep(plan.folder, [f"cluster={file}"])
+    preflight.problems(typed, "local", runs_programs=False)
+    assert os.environ["HF_HOME"] == str(cache)

@@ -8,9 +8,9 @@ list, a number. Other texts give text: "Question: {{ goal }}\\nAnswer:". In `row
 row is a variable, and `row` is the row as a whole, for columns such as `row['Best Answer']`.
 """
 
-import itertools
 import os
 import re
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -22,11 +22,10 @@ from typing import Annotated, Any, Literal
 
 import jinja2
 import jinja2.meta
-import jinja2.nodes
-import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BeforeValidator, Field
 
+from calibeval import yaml_text
 from calibeval.io import InputError, read_text
 from calibeval.validation import Seq, Strict, checked
 
@@ -44,20 +43,31 @@ Normaliser = Literal["sum", "bytes", "characters"]
 def clean_markers(text: str) -> str:
     """Text without WikiHow's markers: a title ends a sentence, other brackets vanish."""
     text = text.replace(" [title]", ". ")
-    text = re.sub(r"\[.*?\]", "", text)
-    return re.sub(r" {2,}", " ", text).strip()
+    return re.sub(r" {2,}", " ", _without_brackets(text)).strip()
 
 
 def clean_markers_as_lm_eval(text: str) -> str:
     """The same as lm-evaluation-harness does it: of more than two spaces some stay."""
     text = text.strip().replace(" [title]", ". ")
-    text = re.sub(r"\[.*?\]", "", text)
-    return text.replace("  ", " ")
+    return _without_brackets(text).replace("  ", " ")
+
+
+def _without_brackets(text: str) -> str:
+    """The text without what stands in brackets within a line."""
+    lines = []
+    for line in text.split("\n"):
+        # A bracket that is never closed would have the pattern read all that follows, and so on at
+        # each next one: it stands in the last part.
+        closed, bracket, rest = line.rpartition("]")
+        lines.append(re.sub(r"\[.*?\]", "", closed + bracket) + rest)
+    return "\n".join(lines)
 
 
 def _environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        optimized=False,  # which would compute what is constant where the file is read, in no limit
     )
     del environment.globals["lipsum"]  # which makes texts of any length
     environment.filters["int"] = int  # Jinja's own makes 0 of what is no number
@@ -67,8 +77,8 @@ def _environment() -> jinja2.Environment:
 
 
 ENVIRONMENT = _environment()
-FILLING_SECONDS = 5  # that a template with a loop may take for one row
-MOST_VALUES = 100_000  # in a task file
+FILLING_SECONDS = 5  # that a template may take for one row
+FILLING_BYTES = 1 << 30  # of memory that it may take
 
 # What filling a template raises: Jinja's own errors, and those of the expressions in it.
 FILLING_ERRORS = (
@@ -76,6 +86,8 @@ FILLING_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
+    RecursionError,
     TypeError,
     ValueError,
 )
@@ -94,22 +106,41 @@ class UnknownColumn(ValueError):
 
 
 @contextmanager
-def _time_limit(seconds: int | None) -> Iterator[None]:
-    """Raise ValueError after so many seconds, in the main thread; None is no limit."""
-    if seconds is None or threading.current_thread() is not threading.main_thread():
+def _limits() -> Iterator[None]:
+    """Raise ValueError after `FILLING_SECONDS`, and MemoryError beyond `FILLING_BYTES`.
+
+    That holds in the main thread, in which commands fill templates, and of memory on Linux.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def give_up(number: int, frame: FrameType | None) -> None:
-        raise ValueError(f"takes more than {seconds} s")
+        raise ValueError(f"takes more than {FILLING_SECONDS} s")
 
-    previous = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(seconds)
+    memory_limits = resource.getrlimit(resource.RLIMIT_AS)
+    previous_handler = signal.signal(signal.SIGALRM, give_up)
+    previous_timer = signal.setitimer(signal.ITIMER_REAL, FILLING_SECONDS)
     try:
+        _limit_memory(memory_limits)
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
+        resource.setrlimit(resource.RLIMIT_AS, memory_limits)
+        signal.setitimer(signal.ITIMER_REAL, *previous_timer)
+        signal.signal(signal.SIGALRM, previous_handler)
+
+
+def _limit_memory(limits: tuple[int, int]) -> None:
+    """Let this process have `FILLING_BYTES` more than it has, within the limits that it has."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            pages = int(file.read().split()[0])
+    except OSError:  # no Linux
+        return
+    wanted = pages * resource.getpagesize() + FILLING_BYTES
+    soft, hard = limits
+    if soft == resource.RLIM_INFINITY or wanted < soft:
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
 
 
 class Template:
@@ -117,20 +148,20 @@ class Template:
 
     def __init__(self, text: str):
         self.text = text
-        self._may_loop = False
         self._evaluate: Callable[..., Any]
         expression = EXPRESSION.fullmatch(text)
         try:
-            if expression is not None:
-                self._evaluate = ENVIRONMENT.compile_expression(
-                    expression["expression"].strip(), undefined_to_none=False
-                )
-            else:
-                self._evaluate = ENVIRONMENT.from_string(text).render
-                loops = (jinja2.nodes.For, jinja2.nodes.Macro)
-                self._may_loop = any(ENVIRONMENT.parse(text).find_all(loops))
+            with _limits():
+                if expression is not None:
+                    self._evaluate = ENVIRONMENT.compile_expression(
+                        expression["expression"].strip(), undefined_to_none=False
+                    )
+                else:
+                    self._evaluate = ENVIRONMENT.from_string(text).render
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"not Jinja: {error}") from error
+        except (RecursionError, MemoryError, SyntaxError) as error:  # of the Python made of it
+            raise ValueError("not Jinja: nested too deep, or too long") from error
 
     def __call__(self, variables: Mapping[str, Any]) -> Any:
         """The value; one of `FILLING_ERRORS` where it cannot be made.
@@ -140,7 +171,7 @@ class Template:
         through.
         """
         try:
-            with _time_limit(FILLING_SECONDS if self._may_loop else None):
+            with _limits():
                 value = self._evaluate(variables)
             if isinstance(value, jinja2.Undefined):
                 str(value)  # raises, and names the variable
@@ -360,36 +391,10 @@ def _read_builtin(name: str) -> TaskFile:
 
 
 def _read_file(path: Path) -> TaskFile:
-    try:
-        values = yaml.safe_load(read_text(path))
-        _refuse_endless(values)
-    except yaml.MarkedYAMLError as error:
-        place = (
-            path if error.problem_mark is None else f"{path}, line {error.problem_mark.line + 1}"
-        )
-        raise InputError(f"{place}: not YAML: {error.problem}") from error
-    except yaml.YAMLError as error:  # characters that YAML does not allow
-        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise InputError(f"{path}: nested too deep, or by aliases of aliases") from error
+    values, _ = yaml_text.parse(read_text(path, yaml_text.MOST_BYTES), str(path))
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected the keys of a task, such as data, row and scoring")
     return checked(TaskFile, values, str(path))
-
-
-def _refuse_endless(value: Any) -> None:
-    """Raise RecursionError for values that a few lines with aliases have made into billions."""
-    values = [value]
-    for count in itertools.count():
-        if not values:
-            return
-        if count > MOST_VALUES:
-            raise RecursionError
-        value = values.pop()
-        if isinstance(value, dict):
-            values.extend(value.values())
-        elif isinstance(value, list):
-            values.extend(value)
 
 
 def leaves_folder(path: str) -> bool:

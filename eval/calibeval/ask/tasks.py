@@ -6,6 +6,8 @@ What a task is stands in its file (`calibeval.ask.task_files`): the built-in one
 
 import csv
 import io
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +24,11 @@ from calibeval.ask.task_files import (
     Template,
     UnknownColumn,
 )
-from calibeval.io import InputError, counted, json_lines, read_text
+from calibeval.io import LARGE_FILE, InputError, counted, json_lines, read_text
 from calibeval.validation import did_you_mean
 
 HUB = "hub:"  # begins the `data` of a task that is read from the Hugging Face hub
+HUB_NAME = re.compile(rf"{HUB}[\w-][\w.-]*/[\w-][\w.-]*")
 ANY_SUBJECT = "*"  # in the name of a file, for `glob`
 
 PlacedRow = tuple[str, dict[str, Any]]  # "path, line number", and the row
@@ -355,12 +358,18 @@ class _Reader:
         if source.config is not None:
             config = self._filled("data.config", source.config, {"language": self.task.language})
         hub_split = source.hub_splits.get(split, split)
+        # `datasets` takes some words for readers of its own, such as pandas, which used to unpickle
+        # what lies in the current folder.
+        if not data.startswith(HUB):
+            name = os.path.abspath(data)
+        elif HUB_NAME.fullmatch(data):
+            name = data.removeprefix(HUB)
+        else:
+            raise InputError(f"{data}: expected {HUB}owner/name, such as {HUB}cais/mmlu")
         try:
             from datasets import load_dataset
 
-            rows = load_dataset(
-                data.removeprefix(HUB), config, split=hub_split, trust_remote_code=False
-            )
+            rows = load_dataset(name, config, split=hub_split, trust_remote_code=False)
         except (ImportError, OSError, ValueError, KeyError) as error:
             if data.startswith(HUB):
                 raise InputError(f"{data}: cannot be loaded from the hub: {error}") from error
@@ -390,7 +399,7 @@ def _by_subject(questions: list[Question]) -> dict[str, list[Question]]:
 
 def _csv_rows(path: Path, columns: tuple[str, ...] | None) -> Iterator[PlacedRow]:
     """(place, row) of a CSV file, whose first line names the columns unless they are given."""
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(read_text(path, LARGE_FILE), newline=""), strict=True)
     try:
         for cells in reader:
             if not cells:  # a blank line

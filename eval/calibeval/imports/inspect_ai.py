@@ -22,8 +22,10 @@ from calibeval.imports.logs import (
     Log,
     LogFormat,
     LogSample,
+    versions_as_texts,
 )
 from calibeval.io import (
+    LARGE_FILE,
     InputError,
     parse_json,
     read_text,
@@ -34,7 +36,7 @@ from calibeval.records import RawRecord
 ANSWER = re.compile(r"ANSWER\s*:[\s$*(]*(?P<letter>[A-Z])(?![A-Z0-9])", re.IGNORECASE)
 ANSWER_LINE = re.compile(rf"^[ \t]*{ANSWER.pattern}[ \t$*),.]*$", re.IGNORECASE | re.MULTILINE)
 LONE_LETTER = re.compile(r"(?<!\w)(?P<letter>[A-Z])(?!\w)")
-NO_WORD_AT_ENDS = re.compile(r"^\W+|\W+$")
+WORD_CHARACTER = re.compile(r"\w")
 # How its scorer's explanation begins where the letters are not those of the log's choices.
 SHUFFLED = "Choices were shuffled before generating"
 
@@ -45,7 +47,7 @@ def read_inspect(path: Path) -> Log:
     if path.suffix == ".eval":
         raise InputError(f"{path}: an archive, not a log that can be read; {remedy}")
     try:
-        log = parse_json(read_text(path))
+        log = parse_json(read_text(path, LARGE_FILE))
         status = log.get("status")
     except (ValueError, AttributeError) as error:
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
@@ -61,19 +63,26 @@ def read_inspect(path: Path) -> Log:
         task = log["eval"]["task"].split("/")[-1]
         shared = {
             "model": log["eval"]["model"],
-            "versions": log["eval"].get("packages") or {},
+            "versions": versions_as_texts(log["eval"].get("packages") or {}),
         }
         samples = [
             LogSample(
                 place=f"{path}, sample {sample.get('id')}",
                 make_row=partial(inspect_row, sample, task),
-                epoch=sample.get("epoch", 1),
+                epoch=_epoch(sample),
             )
             for sample in log["samples"]
         ]
     except (LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
     return Log(task, shared, samples, tells_of_chats=False)
+
+
+def _epoch(sample: dict[str, Any]) -> int:
+    epoch = sample.get("epoch", 1)
+    if type(epoch) is not int:
+        raise TypeError(f"epoch is {epoch!r}")
+    return epoch
 
 
 def inspect_row(sample: dict[str, Any], task: str) -> RawRecord:
@@ -194,7 +203,12 @@ def _plain(token: str) -> str:
 
 def _bare(text: str) -> str:
     """A token's text without spaces, colons, brackets and the like around it."""
-    return NO_WORD_AT_ENDS.sub("", text)
+    first = WORD_CHARACTER.search(text)
+    if first is None:
+        return ""
+    last = WORD_CHARACTER.search(text[::-1])
+    assert last is not None
+    return text[first.start() : len(text) - last.start()]
 
 
 INSPECT = LogFormat(

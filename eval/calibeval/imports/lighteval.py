@@ -26,6 +26,7 @@ from calibeval.imports.logs import (
 )
 from calibeval.io import (
     InputError,
+    regular_file,
 )
 from calibeval.records import RawRecord
 
@@ -40,7 +41,8 @@ def read_lighteval(path: Path) -> Log:
             f"{path}: {error}; `pip install pyarrow` gives what reads lighteval's files"
         ) from error
     try:
-        rows = read_table(path).to_pylist()
+        with open(path, "rb", opener=regular_file) as file:
+            rows = read_table(file).to_pylist()
         names = [row["doc"]["task_name"] for row in rows]
         # "mmlu:anatomy|5" is the task mmlu:anatomy with five examples.
         task = names[0].rpartition("|")[0].replace(":", "_") if names else ""

@@ -26,8 +26,10 @@ from calibeval.imports.logs import (
     normaliser,
     possible,
     split_task,
+    versions_as_texts,
 )
 from calibeval.io import (
+    LARGE_FILE,
     InputError,
     counted,
     json_lines,
@@ -89,10 +91,12 @@ def _lm_eval_results(file: Path, task: str) -> _Results:
             results = parse_json(read_text(file))
         shared: RawRecord = {
             "shots": results.get("n-shot", {}).get(task),
-            "versions": {
-                "lm_eval": results.get("lm_eval_version"),
-                "transformers": results.get("transformers_version"),
-            },
+            "versions": versions_as_texts(
+                {
+                    "lm_eval": results.get("lm_eval_version"),
+                    "transformers": results.get("transformers_version"),
+                }
+            ),
         }
         chat_template = results.get("chat_template_sha")
         if chat_template is not None:
@@ -146,7 +150,7 @@ def _placed_samples(path: Path) -> Iterator[tuple[str, RawRecord]]:
         yield from json_lines(path)
         return
     try:
-        samples = parse_json(read_text(path))
+        samples = parse_json(read_text(path, LARGE_FILE))
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error})") from error
     for number, sample in enumerate(samples, start=1):
@@ -254,11 +258,13 @@ def _lm_eval_label(
 
 def _common_white_space(texts: list[str]) -> str:
     """The white space that all texts begin with."""
-    first = texts[0]
-    for length in range(len(first) - len(first.lstrip()), 0, -1):
-        if all(text.startswith(first[:length]) for text in texts):
-            return first[:length]
-    return ""
+    first = min(texts)
+    length = 0
+    for character, other in zip(first, max(texts), strict=False):
+        if character != other or not character.isspace():
+            break
+        length += 1
+    return first[:length]
 
 
 def _requests(sample: dict[str, Any]) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from calibeval.ask.task_files import Normaliser
 from calibeval.records import RawRecord
+from calibeval.validation import is_unicode
 
 # What is added to the log-probability of a question's least likely choice to make that of an
 # impossible one, which has −∞ where a model's softmax in 16 bits comes to 0. It is just below the
@@ -31,7 +32,7 @@ MMLU_SUBJECTS = (
     *("sociology", "us_foreign_policy", "virology", "world_religions"),
 )
 # What a sample that is no multiple choice makes its reader raise.
-NOT_A_SAMPLE = (LookupError, TypeError, ValueError, AttributeError)
+NOT_A_SAMPLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 # Why a sample is left out: a key of the sidecar's settings, and what follows "2 samples".
 LEFT_OUT = {
     "errored": "that ended in an error",
@@ -103,3 +104,12 @@ def possible(logprobs: list[float]) -> list[float]:
         raise LeftOut("impossible")
     least = min(possible, default=0.0)
     return [least + IMPOSSIBLE if value == -math.inf else value for value in logprobs]
+
+
+def versions_as_texts(versions: dict[str, Any]) -> dict[str, str]:
+    """The packages' versions that are texts which a file can hold."""
+    return {
+        name: version
+        for name, version in versions.items()
+        if isinstance(version, str) and is_unicode(name) and is_unicode(version)
+    }

@@ -13,6 +13,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
@@ -26,7 +27,16 @@ from tqdm import tqdm
 from typing_extensions import assert_never
 
 from calibeval import records as record_files
-from calibeval.io import InputError, counted, parse_json, read_text, sha256, write_text
+from calibeval.io import (
+    LARGE_FILE,
+    InputError,
+    counted,
+    parse_json,
+    read_text,
+    refuse_larger,
+    sha256,
+    write_text,
+)
 from calibeval.measures import bins, definitions, kernel_smoothing, samples, squared_error
 from calibeval.measures.bins import Bins
 from calibeval.measures.definitions import (
@@ -149,7 +159,8 @@ def load(
 ) -> Evaluation:
     """Return a record file's evaluation, which is kept beside it.
 
-    The file is `<file>.stats.json`, with the options before the ending that were given, such as
+    That is where the records are this user's, and no other's kept evaluation is read. The file is
+    `<file>.stats.json`, with the options before the ending that were given, such as
     `<file>.sum.subject.stats.json`. It is made anew when the records, their sidecar or the code
     that makes it change, and where the kept one is not what was written. It holds the parts that
     were wanted so far.
@@ -165,6 +176,8 @@ def load(
     """
     path = Path(path)
     _check_options(cluster, parts)
+    if path.is_file():
+        refuse_larger(path, path.stat().st_size, LARGE_FILE)
     options = [option for option in (normalise, cluster) if option is not None]
     kept_path = path.with_name(".".join([path.name, *options, "stats.json"]))
     key = [sha256(path), _sidecar_digest(path), code_digest(), *options]
@@ -175,10 +188,19 @@ def load(
     evaluation = measure(record_files.read(path, normalise), cluster, parts=missing)
     if kept is not None:
         evaluation = _with_parts_of(evaluation, kept)
-    content = _to_json(evaluation)
-    with suppress(InputError):  # a read-only folder only costs the time to compute it again
-        write_text(kept_path, json.dumps([key, _digest(content), content]))
+    if _is_own(path):
+        content = _to_json(evaluation)
+        with suppress(InputError):  # a read-only folder only costs the time to compute it again
+            write_text(kept_path, json.dumps([key, _digest(content), content]))
     return evaluation
+
+
+def _is_own(file: Path) -> bool:
+    """Whether a file is this user's: what somebody else has kept beside records may say anything.
+
+    Nor is something written beside records of somebody else, which an index may name.
+    """
+    return file.lstat().st_uid == os.geteuid()
 
 
 def _check_options(cluster: str | None, parts: Collection[str]) -> None:
@@ -216,7 +238,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _read_kept(kept: Path, key: list[str | None], path: Path) -> Evaluation | None:
     """The evaluation that was kept under this key, unless what is kept is not what was written."""
-    if not kept.is_file():
+    if not kept.is_file() or not _is_own(kept):
         return None
     with suppress(InputError, ValueError, TypeError):  # another version's or a damaged file
         known_key, digest, content = parse_json(read_text(kept))

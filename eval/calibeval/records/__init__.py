@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from types import NoneType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -23,18 +22,20 @@ from pydantic import (
     BaseModel,
     Field,
     NonNegativeInt,
-    PositiveInt,
     ValidationError,
     model_validator,
 )
 
 from calibeval.io import (
+    LARGE_FILE,
     InputError,
     counted,
+    hanging,
     json_object,
     parse_json,
     placed_lines,
     read_text,
+    refuse_larger,
     show,
     write_text,
 )
@@ -50,6 +51,7 @@ ALIKE = ("scoring", "normalise", "model", "chat_template")
 ALIKE_IF_PROMPTS_UNKNOWN = (*ALIKE, "shots")
 # No model gives less than −1e9; a damaged file's −1e200 would overflow when it is squared.
 LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
+Length = Annotated[int, Field(ge=1, le=1 << 40)]  # a float can divide by it
 MASS_TOLERANCE = 0.01  # of letters' mass, for the same rounding
 # This is the key of a setting in the sidecar of another program's records. It is false where the
 # program's log does not say whether the model was asked in a chat. Where it is true or absent,
@@ -77,8 +79,8 @@ class Record(BaseModel, strict=True):
     scoring: Literal["letters", "continuation"] = "letters"
     # By what the task's users divide texts' log-probabilities, and metrics do unless told.
     normalise: Literal["sum", "bytes", "characters"] = "sum"
-    bytes: list[PositiveInt] | None = None  # lengths of the choices' texts
-    characters: list[PositiveInt] | None = None
+    bytes: list[Length] | None = None  # lengths of the choices' texts
+    characters: list[Length] | None = None
     truncated: NonNegativeInt = 0  # tokens that the prompt lost at its beginning, to fit
 
     @model_validator(mode="after")
@@ -113,6 +115,29 @@ class Record(BaseModel, strict=True):
         if self.scoring != "continuation" or lengths is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
         return [logprob / length for logprob, length in zip(self.logprobs, lengths, strict=True)]
+
+
+class SidecarSettings(BaseModel, strict=True, extra="allow"):
+    """What is read here of the settings that a model was asked with."""
+
+    prompts_sha256: str | None = None
+    shots: NonNegativeInt | None = None
+    chat_template_is_known: bool = True
+
+
+class AppliedTemperature(BaseModel, strict=True, extra="allow"):
+    """What is read of the temperature that records are at."""
+
+    temperature: float | None = Field(None, allow_inf_nan=False)
+
+
+class Sidecar(BaseModel, strict=True, extra="allow"):
+    """A record file's sidecar: what must be of its type, whoever has written it."""
+
+    questions: NonNegativeInt | None = None
+    bytes: NonNegativeInt | None = None
+    settings: SidecarSettings | None = None
+    temperature: AppliedTemperature | None = None
 
 
 @dataclass(frozen=True)
@@ -150,11 +175,11 @@ class Records:
 def warn_of_ties(path: Path, tied: int, questions: int) -> None:
     """Print how many questions are tied, if any is: the order of the choices decides these."""
     if tied:
-        show(
+        message = (
             f"warning: {path}: {tied} of {counted(questions, 'question')} have several likeliest "
-            "choices, of which the first counts as the answer",
-            to_stderr=True,
+            "choices, of which the first counts as the answer"
         )
+        show(hanging(message), to_stderr=True)
 
 
 def sidecar(path: Path) -> Path:
@@ -168,6 +193,8 @@ def read(path: Path, normalise: str | None = None) -> Records:
     `normalise` is sum, bytes or characters; by default the records' convention.
     """
     path = Path(path)
+    if path.is_file():
+        refuse_larger(path, path.stat().st_size, LARGE_FILE)
     about = meta(path)
     settings = about.get("settings") or {}
     expected_prompts = settings.get("prompts_sha256")
@@ -364,11 +391,7 @@ def meta(path: Path) -> dict[str, Any]:
         about = dict(parse_json(read_text(sidecar(path))))
     except (ValueError, TypeError) as error:
         raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
-    settings = about.get("settings")
-    if not isinstance(settings, (dict, NoneType)):
-        raise InputError(
-            f"{sidecar(path)}: settings is {settings!r}; expected an object, as `score` writes it"
-        )
+    checked(Sidecar, about, str(sidecar(path)))
     return about
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from tqdm import tqdm
 
 from calibeval import measures
-from calibeval.io import InputError, json_lines
+from calibeval.io import InputError, json_lines, one_line
 from calibeval.measures import (
     Cluster,
     ConfidenceDefinition,
@@ -75,8 +75,10 @@ class Entry(BaseModel, strict=True, extra="allow"):
         return self
 
     @model_validator(mode="after")
-    def _is_text(self) -> "Entry":
+    def _is_text_or_number(self) -> "Entry":
         for name, value in self.__pydantic_extra__.items():
+            if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
+                raise ValueError(f"{name}: expected a number below {LARGEST_INTEGER:.3g}")
             if isinstance(value, str) and not is_unicode(value):
                 raise ValueError(f"{name} is {value!a}: half of a surrogate pair is no text")
         return self
@@ -105,6 +107,7 @@ class IndexedFile:
 # These keys may differ between the lines of one row: they say which records a line is of, of which
 # questions, and which of the repetitions of one setting.
 NO_ROW_KEYS = ("records", "dataset", "seed", "run")
+LARGEST_INTEGER = 1 << 63  # what an array of whole numbers can hold
 OTHER_DATASET = "if it is meant, another 'dataset' in the index keeps them apart"
 # Rows that agree in these keys stand together. `Results.reference` says which are compared: mostly
 # such rows.
@@ -307,7 +310,8 @@ def read_lines(index: Path) -> list[IndexedFile]:
     """Return the checked lines of an index, with record paths from the index's folder."""
     files = []
     place_of: dict[Path, str] = {}
-    for where, line in json_lines(index):
+    for where, raw_line in json_lines(index):
+        line = _without_control_characters(raw_line)
         entry = checked(Entry, line, where)
         path = index.parent / entry.records
         if not path.is_file():
@@ -325,6 +329,14 @@ def read_lines(index: Path) -> list[IndexedFile]:
     if not files:
         raise InputError(f"{index}: no lines; expected one JSON object a record file")
     return files
+
+
+def _without_control_characters(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of an index whose texts go into tables and figures; the path stays as it is."""
+    return {
+        one_line(key): one_line(value) if isinstance(value, str) and key != "records" else value
+        for key, value in line.items()
+    }
 
 
 def varying_keys(files: list[IndexedFile]) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ paired by question. `collect` writes everything; `main_table`, `difference_table
 the single tables.
 """
 
-import re
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
 from calibeval.ask.request import DEFAULT_COLUMNS
-from calibeval.io import InputError, counted, write_text
+from calibeval.io import InputError, counted, one_line, printable, write_text
 from calibeval.measures import (
     COMPARED_BY_SQUARE,
     CONFIDENCES,
@@ -178,21 +177,19 @@ class Table:
         return styled.format_index(escape="latex", axis=1).to_latex(hrules=True)
 
 
-def one_line(text: str) -> str:
-    """Return a text without line breaks and other control characters, which would end a row."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text)
-
-
 def markdown_text(text: str) -> str:
     """Return a text that Markdown shows as it is: no new column, and no HTML."""
     return text.replace("|", r"\|").replace("<", "&lt;")
 
 
 def csv_text(value: Scalar) -> Scalar:
-    """Return a cell that a spreadsheet takes for a text where it is one, never for a formula."""
-    if isinstance(value, str) and value.startswith(FORMULA_STARTS):
-        return f"'{value}"
-    return value
+    """Return a cell that a spreadsheet takes for a text where it is one, never for a formula.
+
+    Control characters are spelled out, since people also read such a file in a terminal.
+    """
+    if not isinstance(value, str):
+        return value
+    return printable(f"'{value}" if value.startswith(FORMULA_STARTS) else value)
 
 
 def csv_table(frame: pd.DataFrame) -> str:
@@ -561,7 +558,7 @@ def write_page(
     text = page.render(
         title=title, parts=parts, sections=sections, tables=tables or {}, figures=figures
     )
-    write_text(path, text)
+    write_text(path, printable(text))
 
 
 def plain_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -72,7 +72,7 @@ def _commit(folder: Path, revision: str) -> str:
     has none.
     """
     file = folder / "refs" / revision
-    return file.read_text() if file.is_file() else revision
+    return read_text(file) if file.is_file() else revision
 
 
 def whole(folder: Path, kind: str) -> bool:
@@ -106,7 +106,7 @@ def _shards(index: Path) -> set[str]:
     """The names of the files over which a model's index says that its weights are spread."""
     try:
         content = parse_json(read_text(index))
-        return set(content.get("weight_map", {}).values())
+        return set(map(str, content.get("weight_map", {}).values()))
     except (ValueError, AttributeError):  # it is no text, no JSON, or no such mapping
         # In the hub's cache the index is a link, and fetched anew once the file behind it is gone.
         raise InputError(

@@ -37,16 +37,26 @@ READ_CONVERSATIONS = 100_000  # of a training file, of which the format is check
 def problems(plan: SweepPlan, executor: str, runs_programs: bool = True) -> list[str]:
     """What would stop a launch by `executor`, local or slurm: one sentence for each problem.
 
-    Without `runs_programs` the profile's interpreter is not asked for its packages. Raises
+    Without `runs_programs`, in a dry run, the profile's interpreter is not asked for its packages,
+    nor is the cache looked into that another user's profile names. Raises
     InputError for a problem that keeps the others from being looked for.
     """
+    foreign_cache = not runs_programs and _has_foreign_cache(plan)
     if executor == "slurm":
         cluster = load_cluster(plan.sweep.cluster)
-        use_cache(cluster)
+        if not foreign_cache:
+            use_cache(cluster)
     else:
         cluster = Cluster()
-        _use_cache_of_profile(plan)
-    found = [
+        if not foreign_cache:
+            _use_cache_of_profile(plan)
+    found = []
+    if foreign_cache:
+        found.append(
+            f"{plan.sweep.cluster}: cache: is not looked into, since another user's profile names "
+            f"it: type --cluster {shlex.quote(str(plan.sweep.cluster))}"
+        )
+    found += [
         *_inputs(plan),
         *_records(plan),
         *_interpreters(plan, cluster, runs_programs),
@@ -75,6 +85,21 @@ def problems(plan: SweepPlan, executor: str, runs_programs: bool = True) -> list
     found.extend(_launched_elsewhere(plan))
     found.extend(_unwritable(plan))
     return list(dict.fromkeys(found))
+
+
+def _has_foreign_cache(plan: SweepPlan) -> bool:
+    """Whether only a sweep's folder names a profile of somebody else's that has a `cache`.
+
+    Libraries of the hub read and write there, and a folder may be anybody's.
+    """
+    source, *overrides = plan.typed
+    is_typed = any(word.startswith("cluster=") for word in overrides)
+    if plan.sweep.cluster is None or is_typed or not os.path.isdir(source):
+        return False
+    profile = found_path(plan.sweep.cluster)
+    if not profile.exists() or profile.stat().st_uid == os.geteuid():
+        return False
+    return load_cluster(plan.sweep.cluster).cache is not None
 
 
 def _use_cache_of_profile(plan: SweepPlan) -> None:

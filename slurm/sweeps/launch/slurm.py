@@ -17,7 +17,6 @@ killed or whose sbatch timed out: the script finds all that it needs in the fold
 
 import contextlib
 import getpass
-import os
 import re
 import secrets
 import subprocess
@@ -28,7 +27,7 @@ from pathlib import Path
 from threading import Thread
 from typing import IO
 
-from calibeval.io import InputError, counted, regular_file, write_text
+from calibeval.io import InputError, counted, regular_file, show, write_text
 from sweeps.launch.element import Element
 from sweeps.launch.sbatch import Job, JobKind, exported, job_name, parameters, script
 from sweeps.launch.snapshot import snapshot
@@ -40,7 +39,13 @@ from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command, run_checked, shell_variables, slurm_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, Sweep, load_cluster
-from sweeps.runs.slurm_queue import LiveElement, largest_array, live_elements, names_of_runs
+from sweeps.runs.slurm_queue import (
+    LiveElement,
+    largest_array,
+    live_elements,
+    names_of_runs,
+    prints_into,
+)
 from sweeps.runs.stages import SCORE, STAGES, TRAIN, next_stage
 from sweeps.runs.yaml_io import dump_yaml, read_yaml
 
@@ -309,7 +314,7 @@ def _settled_queue(plan: SweepPlan, patience: float) -> list[LiveElement]:
     if stopping:
         runs = counted(len(names_of_runs(stopping)), "run")
         message = f"waiting for {runs} to stop, at most {patience} s; Ctrl-C is safe"
-        print(message, file=sys.stderr, flush=True)
+        show(message, to_stderr=True)
     while stopping and time.monotonic() < end:
         time.sleep(STOP_PAUSE)
         live = live_elements(plan.folder)
@@ -503,7 +508,7 @@ def _job_id(answer: str) -> str:
 def _pass_on(stream: IO[str], messages: list[str]) -> None:
     """Show what sbatch says, line by line, and keep it."""
     for line in stream:
-        print(line, end="", file=sys.stderr, flush=True)
+        show(line, to_stderr=True, end="")
         messages.append(line.rstrip())
 
 
@@ -602,18 +607,18 @@ def cancel(plan: SweepPlan, of_whole_folder: bool) -> tuple[list[LiveElement], l
     learnt since their last checkpoint is lost.
     """
     live = []
+    is_ours: dict[tuple[str, str | None], bool] = {}
     for element in live_elements(plan.folder):
-        names = plan.folder / "jobs" / element.tag / "names"
-        # A link could lead to a file of mine that belongs to another sweep.
-        is_mine = names.lstat().st_uid == os.getuid() and not names.is_symlink()
-        if is_mine and "/" not in (element.run or ""):
+        key = (element.array_id, element.cluster)
+        job_folder = plan.folder / "jobs" / element.tag
+        if key not in is_ours:
+            is_ours[key] = prints_into(element.array_id, job_folder, element.cluster)
+        if is_ours[key] and "/" not in (element.run or ""):
             live.append(element)
-        else:  # another user has launched it; or has made the folder for a job that is no sweep's
+        else:
             remedy = f"if it is yours all the same: scancel {element.label}"
-            print(
-                f"left alone: job {element.label}: {names} is another user's; {remedy}",
-                file=sys.stderr,
-            )
+            reason = f"Slurm does not say that it is yours and prints into {job_folder}"
+            show(f"left alone: job {element.label}: {reason}; {remedy}", to_stderr=True)
     cancelled = _of_plan(plan, live)
     others = [element for element in live if element.run is not None and element not in cancelled]
     if of_whole_folder or not others:

@@ -7,19 +7,20 @@ from dataclasses import replace
 from html import escape
 from io import StringIO
 from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
 
 from calibeval import report
 from calibeval.ask.request import DEFAULT_COLUMNS
-from calibeval.io import InputError, counted, show, write_rows, write_text
+from calibeval.io import InputError, counted, one_line, show, write_rows, write_text
 from calibeval.report import index
 from sweeps.results import status
 from sweeps.results.selection import Choice, best_learning_rates
 from sweeps.results.settings import settings, varied_settings
 from sweeps.runs import scoring
-from sweeps.runs.files import locked, remove_folder, replace_folder
+from sweeps.runs.files import locked, publish_folder
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.run import Run
 
@@ -35,25 +36,24 @@ def collect(plan: SweepPlan) -> list[str]:
     once the new one is whole.
     """
     if not _has_begun(plan):
-        print(f"{plan.sweep.name}: nothing to collect: no run of {plan.folder} has trained yet")
+        show(f"{plan.sweep.name}: nothing to collect: no run of {plan.folder} has trained yet")
         return list_gaps(plan)
     results = plan.folder / "results"
-    part = plan.folder / ".results.part"
     busy_message = f"{results}: another `collect` is making it"
     with locked(plan.folder / ".results.lock", COLLECT_PATIENCE, busy_message):
         # Only now: while this process waited for the lock, runs have gone on.
         gaps = list_gaps(plan)
         runs = runs_in_folder(plan)
-        remove_folder(part)
-        part.mkdir()
-        # Printed only once all is there: `collect | head` must not end half-way through.
-        with redirect_stdout(StringIO()) as printed:
-            _write_results(plan, runs, gaps, part)
-        replace_folder(part, results)
+        # A folder of this user alone; only whole files are put where others may write.
+        with TemporaryDirectory(prefix="sweeps-") as part:
+            # Printed only once all is there: `collect | head` must not end half-way through.
+            with redirect_stdout(StringIO()) as printed:
+                _write_results(plan, runs, gaps, Path(part))
+            publish_folder(Path(part), results)
     show(printed.getvalue(), end="")
     for line in gaps:
-        show(f"gap: {line}")
-    print(f"report: {(results / 'report.html').absolute()}")
+        show(one_line(f"gap: {line}"))
+    show(f"report: {(results / 'report.html').absolute()}")
     return gaps
 
 
@@ -93,18 +93,14 @@ def runs_in_folder(plan: SweepPlan) -> list[Run]:
         try:
             run.config()
         except InputError as error:
-            show(f"left out: {error}")
+            show(one_line(f"left out: {error}"))
         else:
             runs.append(run)
     return runs
 
 
 def entries(plan: SweepPlan, runs: list[Run]) -> list[dict[str, Any]]:
-    """One entry for each record file, as calibeval's index wants it.
-
-    Paths are relative to results/. They are read while the files lie in .results.part, from which
-    they are the same: it is beside results/, and takes its place.
-    """
+    """One entry for each record file, as calibeval's index wants it, with absolute paths."""
     varied = varied_settings(runs)
     model_names = _model_names(plan, runs)
     rows = []
@@ -116,9 +112,15 @@ def entries(plan: SweepPlan, runs: list[Run]) -> list[dict[str, Any]]:
         for task in score.tasks:
             if scoring.gap(run, task) is not None:
                 continue
-            path = os.path.relpath(scoring.records_file(run, task), plan.folder / "results")
+            path = str(scoring.records_file(run, task).absolute())
             rows.append({"records": path, "dataset": task.key, **labels})
     return rows
+
+
+def _as_seen_from_results(plan: SweepPlan, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries whose paths are relative to results/, so that the sweep's folder may be moved."""
+    results = plan.folder.absolute() / "results"
+    return [{**row, "records": os.path.relpath(row["records"], results)} for row in rows]
 
 
 def _model_names(plan: SweepPlan, runs: list[Run]) -> dict[str, str]:
@@ -140,7 +142,7 @@ def _labels(run: Run, model_names: dict[str, str], varied: list[str]) -> dict[st
     config = run.config()
     train_keys = config.train
     labels = {
-        "model": model_names[train_keys["model_name_or_path"]],
+        "model": model_names[str(train_keys.get("model_name_or_path"))],
         "label_smoothing": train_keys.get("label_smoothing"),
         "learning_rate": train_keys.get("learning_rate"),
         "seed": train_keys.get("seed"),
@@ -209,19 +211,21 @@ def _write_scores(
     plan: SweepPlan, index_rows: list[dict[str, Any]], note: str, sections: list[str], part: Path
 ) -> None:
     """Write index.jsonl, and the tables, diagrams and page over it; print the tables."""
-    write_rows(part / "index.jsonl", index_rows)
+    source = part / "index.jsonl"
+    write_rows(source, index_rows)
     # Without scores, the plan names no columns of tables; an earlier launch has scored some runs.
     table_columns = DEFAULT_COLUMNS
     if plan.sweep.score is not None:
         table_columns = plan.sweep.score.columns
     tables = report.collect(
-        part / "index.jsonl",
+        source,
         part,
         columns=table_columns,
         title=plan.sweep.name,
         note=note,
         sections=sections,
     )
+    write_rows(source, _as_seen_from_results(plan, index_rows))
     print(tables, end="")
 
 
@@ -252,4 +256,5 @@ def _write_best_table(plan: SweepPlan, select_on: str, runs: list[Run], part: Pa
     table = report.main_table(index.read(source), table_columns)
     write_text(part / "best.md", table.markdown())
     write_text(part / "best.tex", table.latex())
+    write_rows(source, _as_seen_from_results(plan, rows))
     print(f"each at its best learning rate on {select_on}:\n{table.markdown()}")

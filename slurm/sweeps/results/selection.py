@@ -11,7 +11,7 @@ from typing import Any
 from calibeval.measures import load, stats
 from sweeps.results.settings import SHOWN_WITHOUT_RATE_AND_SEED, settings, varied_settings
 from sweeps.runs import scoring
-from sweeps.runs.files import read_rows
+from sweeps.runs.files import numbers_of, read_rows
 from sweeps.runs.run import Run
 from sweeps.runs.schema import HELD_OUT_LOSS
 
@@ -123,8 +123,8 @@ def validation_figures(select_on: str, run: Run) -> dict[str, float] | None:
 
 def held_out_loss(run: Run) -> float | None:
     """The last loss on conversations never trained on; None if unknown, or not trained yet."""
-    losses = [row[HELD_OUT_LOSS] for row in read_rows(run.metrics) if HELD_OUT_LOSS in row]
+    rows = [numbers_of(row) for row in read_rows(run.metrics)]
+    losses = [row[HELD_OUT_LOSS] for row in rows if HELD_OUT_LOSS in row]
     if not losses or not run.trained:
         return None
-    last: float = losses[-1]
-    return last
+    return losses[-1]

@@ -9,10 +9,10 @@ from datetime import datetime, timedelta
 from enum import Enum
 from pathlib import Path
 
-from calibeval.io import InputError, counted
+from calibeval.io import InputError, counted, one_line
 from sweeps.runs import scoring, slurm_queue, stages
 from sweeps.runs.events import Event, EventKind
-from sweeps.runs.files import closed_by_owner, is_locked, read_rows, tail
+from sweeps.runs.files import closed_by_owner, is_locked, numbers_of, read_rows, tail
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command
 from sweeps.runs.run import Run
@@ -444,15 +444,17 @@ def _age_of_last_step(evidence: Evidence) -> str:
 
 def last_metrics(run: Run) -> str:
     """The last row of metrics that has a loss, else the last one, in words."""
-    rows = [row for row in read_rows(run.metrics, METRICS_BYTES) if "step" in row]
+    rows = [numbers_of(row) for row in read_rows(run.metrics, METRICS_BYTES)]
+    rows = [row for row in rows if "step" in row]
     if not rows:
         return ""
     with_loss = [row for row in rows if "loss" in row]
     row = (with_loss or rows)[-1]
-    text = f"step {row['step']}/{row.get('steps', '?')}"
-    if row.get("loss") is not None:
+    steps = f"{row['steps']:.0f}" if "steps" in row else "?"
+    text = f"step {row['step']:.0f}/{steps}"
+    if "loss" in row:
         text += f"  loss {row['loss']:.4f}"
-    if row.get("tokens_per_second") is not None:
+    if "tokens_per_second" in row:
         text += f"  {row['tokens_per_second']:,.0f} tokens/s"
     return text
 
@@ -515,7 +517,7 @@ def _rows(statuses: list[Status]) -> list[str]:
             f"{status.name:{width}}  {status.state.value:8}  {status.restarts:>8}  "
             f"{status.scored:>6}  {status.detail}"
         )
-        lines.append(line.rstrip())
+        lines.append(one_line(line).rstrip())
     return lines
 
 
@@ -544,8 +546,8 @@ def _describe_reason(group: list[Status]) -> list[str]:
     """Why the first of these runs died, or was refused, and the file that says more."""
     first = group[0]
     count = f" (and {len(group) - 1} more like it)" if len(group) > 1 else ""
-    lines = ["", f"{first.name}{count}: {first.reason}"]
-    lines += [f"    | {line}" for line in first.lines]
+    lines = ["", one_line(f"{first.name}{count}: {first.reason}")]
+    lines += [f"    | {one_line(line)}" for line in first.lines]
     if first.file is not None:
         lines.append(f"    {first.file.absolute()}")
     return lines

@@ -29,10 +29,14 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from calibeval.io import regular_file
 from sweeps.runs.files import read_rows
+
+# The details that are texts, where they are there.
+TEXTS = ("code", "tag", "stage", "host", "job", "error", "refused")
 
 
 class EventKind(Enum):
@@ -99,9 +103,18 @@ def read_events(file: Path) -> list[Event]:
         for kind in EventKind:
             if kind.value in row:
                 details = {key: value for key, value in row.items() if key != kind.value}
-                events.append(Event(kind, row[kind.value], details))
+                if isinstance(row[kind.value], str) and _are_sound(details):
+                    events.append(Event(kind, row[kind.value], details))
                 break
     return events
+
+
+def _are_sound(details: dict[str, Any]) -> bool:
+    """Whether the details are of the types that this package writes: a file may be anybody's."""
+    if not all(isinstance(details.get(key), (str, NoneType)) for key in TEXTS):
+        return False
+    files = details.get("files", {})
+    return isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
 
 
 def append_event(file: Path, kind: EventKind, details: dict[str, Any]) -> None:

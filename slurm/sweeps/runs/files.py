@@ -1,18 +1,20 @@
 """Files that several processes share: locks, JSON lines, logs, folders that appear whole."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import pwd
 import re
+import secrets
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from calibeval.io import InputError, parse_json, regular_file
+from calibeval.io import WHOLE_FILE, InputError, parse_json, regular_file, show
 
 # The folder above slurm/ in a checkout. This package may lie elsewhere, installed or as a snapshot
 # that a job runs: then there is no slurm/ in it.
@@ -22,6 +24,7 @@ SILENT_SECONDS = 3  # seconds that a wait for a lock takes before a message tell
 # before them what a rank says that has lost its connection to one that has.
 OF_LAUNCHERS = re.compile("ChildFailedError|^srun: |^slurmstepd")
 OF_OTHER_RANKS = re.compile("Connection (closed|reset) by|Broken pipe|remote process exited")
+MOST_ROWS = 256 << 20  # bytes of a JSON-lines file that are read of it
 FULL_DISK = 1 << 20  # a disk with fewer bytes left than these is called full
 RETRY_SECONDS = 0.3  # seconds between two attempts to take a lock that another process holds
 
@@ -55,11 +58,11 @@ def locked(
                     raise InputError(busy_message) from None
                 if waited > silent_seconds and not told:
                     told = True
-                    print(f"waiting: {busy_message}", file=sys.stderr, flush=True)
+                    show(f"waiting: {busy_message}", to_stderr=True)
                 time.sleep(RETRY_SECONDS)
             except OSError as error:
                 reason = f"{path}: {error.strerror}: nothing keeps two processes apart here"
-                print(f"warning: {reason}", file=sys.stderr, flush=True)
+                show(f"warning: {reason}", to_stderr=True)
                 break
         identity = _identity(os.fstat(file.fileno()))
         _held_here.add(identity)
@@ -107,15 +110,17 @@ def touch(path: Path) -> None:
 
 def text_of(path: Path) -> str:
     """The text of a file; raises OSError, FileNotFoundError among it, where it cannot be read."""
-    with open(path, encoding="utf-8", opener=regular_file) as file:
+    with open(path, encoding="utf-8", errors="replace", opener=regular_file) as file:
+        if os.fstat(file.fileno()).st_size > WHOLE_FILE:
+            raise OSError(errno.EFBIG, f"is larger than {WHOLE_FILE:,} bytes", os.fspath(path))
         return file.read()
 
 
-def read_rows(path: Path, size: int | None = None) -> list[dict]:
-    """The objects of a JSON-lines file, or of its last `size` bytes.
+def read_rows(path: Path, size: int = MOST_ROWS) -> list[dict]:
+    """The objects in the last `size` bytes of a JSON-lines file.
 
-    `size` None means the whole file. Lines that are damaged are left out: a kill may have cut one
-    off, as `size` may. An absent file has no rows.
+    Lines that are damaged are left out: a kill may have cut one off, as `size` may. An absent file
+    has no rows.
     """
     rows = []
     for line in _last_text(path, size).split("\n"):
@@ -128,12 +133,21 @@ def read_rows(path: Path, size: int | None = None) -> list[dict]:
     return rows
 
 
-def _last_text(path: Path, size: int | None) -> str:
-    """The last `size` bytes of a file as text, or all of it for None; nothing if it is absent."""
+def numbers_of(row: dict[str, Any]) -> dict[str, float]:
+    """The values of a row that are numbers, as all of metrics are; the file may be anybody's."""
+    numbers = {}
+    for key, value in row.items():
+        if isinstance(value, (int, float)):
+            with contextlib.suppress(OverflowError):
+                numbers[key] = float(value)
+    return numbers
+
+
+def _last_text(path: Path, size: int) -> str:
+    """The last `size` bytes of a file as text; nothing if it is absent."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as data:
-        if size is not None:
-            data.seek(max(0, os.path.getsize(path) - size))
-        return data.read().decode("utf-8", "replace")
+        data.seek(max(0, os.fstat(data.fileno()).st_size - size))
+        return data.read(size).decode("utf-8", "replace")
     return ""
 
 
@@ -206,10 +220,36 @@ def is_disk_full(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder, or a link that stands in its place, and nothing that the link leads to."""
-    if folder.is_symlink():
-        folder.unlink()
+    """Delete a folder, or what stands in its place, and nothing that a link leads to."""
+    if not folder.is_dir() or folder.is_symlink():
+        with contextlib.suppress(OSError):
+            folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish_folder(source: Path, destination: Path) -> None:
+    """Copy the files of a private folder to where others may write; `destination` appears whole.
+
+    Whoever may write there could put a link in place of a folder that is being filled. So its name
+    cannot be guessed, and what is written through is the opened folder itself.
+    """
+    part = destination.with_name(f".{destination.name}.{secrets.token_hex(8)}.part")
+    part.mkdir()
+    try:
+        folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(folder).st_uid != os.geteuid() or os.listdir(folder):
+                raise InputError(f"{part}: somebody else has put a folder there: try again")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            for file in source.iterdir():
+                handle = os.open(file.name, flags, 0o666, dir_fd=folder)
+                with open(handle, "wb") as written:
+                    written.write(file.read_bytes())
+        finally:
+            os.close(folder)
+        replace_folder(part, destination)
+    finally:
+        remove_folder(part)
 
 
 def replace_folder(source: Path, destination: Path) -> None:
@@ -217,16 +257,17 @@ def replace_folder(source: Path, destination: Path) -> None:
 
     All that it holds reaches the disk first. A file system may write a rename down before the bytes
     of the files, and a power cut between the two would leave the new name with empty files. The
-    older folder is called `.NAME.replaced` meanwhile, and deleted last.
+    older folder has another name meanwhile, and is deleted last.
     """
     flush_folder(source)
-    replaced = destination.with_name(f".{destination.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
+    for left_over in destination.parent.glob(f".{destination.name}.*.replaced"):  # after a kill
+        remove_folder(left_over)
+    replaced = destination.with_name(f".{destination.name}.{secrets.token_hex(8)}.replaced")
     with contextlib.suppress(FileNotFoundError):
         destination.rename(replaced)
     source.rename(destination)
     _flush_to_disk(destination.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_folder(replaced)
 
 
 def flush_folder(folder: Path) -> None:
@@ -239,7 +280,7 @@ def flush_folder(folder: Path) -> None:
 
 def _flush_to_disk(path: Path) -> None:
     """Wait until a file's bytes, or a folder's entries, have reached the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
     try:
         os.fsync(handle)
     finally:

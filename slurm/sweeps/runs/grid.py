@@ -1,8 +1,10 @@
 """From a sweep's file and overrides, or from its folder, to its runs and their folders."""
 
 import itertools
+import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from sweeps.runs.yaml_io import (
     read_yaml,
 )
 
+MOST_RUNS = 10_000  # of a sweep; a few lines of a grid can ask for billions
 LAUNCHED_FILE = "launched.yaml"
 # Holds two lines: the folder in which the last launch was typed, and the sweep file of it.
 LAUNCHED_IN_FILE = "launched_in"
@@ -125,47 +128,72 @@ def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
     each key that is wrong; where the backend says that its models cannot be scored, with the file
     and the backend's words.
     """
-    if _is_run_folder(source):
-        return _only(source, plan_sweep(source.parent, assignments), assignments)
-    file, sweep, folder, places = _read_sweep(source, assignments)
-    runs = _expand_grid(sweep, folder, file, places)
-    return SweepPlan(
-        folder=folder,
-        typed=(str(source), *assignments),
-        sweep=sweep,
-        runs=runs,
-        baselines=_baselines(sweep, folder, runs),
-    )
+    return _plan(source, assignments, imports=_imports_backend)
 
 
 def plan_to_look_at(source: Path, assignments: list[str]) -> SweepPlan:
     """The plan of `plan_sweep`, without an import of what a folder names as its backend.
 
-    A folder may be anybody's: its launched.yaml may name any module. See `plan_from_folder`.
+    A folder may be anybody's: its launched.yaml may name any module. See `_runs_in_folders`.
     """
-    folder = source.parent if _is_run_folder(source) else source
-    _, sweep, _, _ = _read_sweep(folder, assignments)
-    if folder.is_dir() and sweep.backend not in built_in_backends():
-        return plan_from_folder(source, assignments)
-    return plan_sweep(source, assignments)
+    return _plan(source, assignments, imports=_is_trusted)
 
 
 def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
-    """The plan of a sweep whose backend is not imported, read from the folders of its runs.
+    """The plan of a sweep whose backend is not imported: see `_runs_in_folders`."""
+    return _plan(source, assignments, imports=_imports_nothing)
+
+
+def _imports_backend(read: "_ReadSweep") -> bool:
+    return True
+
+
+def _imports_nothing(read: "_ReadSweep") -> bool:
+    return False
+
+
+def _is_trusted(read: "_ReadSweep") -> bool:
+    return not read.is_folder or read.sweep.backend in built_in_backends()
+
+
+def _plan(
+    source: Path, assignments: list[str], imports: Callable[["_ReadSweep"], bool]
+) -> SweepPlan:
+    """The plan of a sweep, whose backend is imported if `imports` says so of what was read.
+
+    Its file is read once: a second time somebody else may have put another one there.
+    """
+    if _is_run_folder(source):
+        return _only(source, _plan(source.parent, assignments, imports), assignments)
+    read = _read_sweep(source, assignments)
+    if imports(read):
+        runs = _expand_grid(read)
+        baselines = _baselines(read.sweep, read.folder, runs)
+    else:
+        runs, baselines = _runs_in_folders(read)
+    return SweepPlan(
+        folder=read.folder,
+        typed=(str(source), *assignments),
+        sweep=read.sweep,
+        runs=runs,
+        baselines=baselines,
+    )
+
+
+def _runs_in_folders(read: "_ReadSweep") -> tuple[list[Run], list[Run]]:
+    """A sweep's runs and the models before fine-tuning, from the folders of its runs.
 
     Those whose config cannot be read are left out. Only the backend knows how it writes the values
     that were typed: a run is in the plan unless one of them is surely another.
     """
-    if _is_run_folder(source):
-        return _only(source, plan_from_folder(source.parent, assignments), assignments)
-    _, sweep, folder, _ = _read_sweep(source, assignments)
+    sweep = read.sweep
     combinations = [
         dict(zip(sweep.grid, combination, strict=True))
         for combination in itertools.product(*sweep.grid.values())
     ]
     runs_of: dict[int, list[Run]] = {}  # by the combination's position
     baselines = []
-    for file in sorted(folder.glob("*/config.yaml")):
+    for file in sorted(read.folder.glob("*/config.yaml")):
         run = Run(file.parent)
         try:
             config = run.config()
@@ -179,13 +207,7 @@ def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
                 run = Run(run.path, config, grid_values)
                 runs_of.setdefault(position, []).append(run)
                 break
-    return SweepPlan(
-        folder=folder,
-        typed=(str(source), *assignments),
-        sweep=sweep,
-        runs=[run for position in sorted(runs_of) for run in runs_of[position]],
-        baselines=baselines,
-    )
+    return [run for position in sorted(runs_of) for run in runs_of[position]], baselines
 
 
 def _is_run_folder(source: Path) -> bool:
@@ -229,24 +251,42 @@ def _may_be_of(train: dict[str, Any], typed: dict[str, Any]) -> bool:
     return True
 
 
-def _read_sweep(source: Path, assignments: list[str]) -> tuple[str, Sweep, Path, dict[str, str]]:
-    """The file that was read, the sweep in it, the sweep's folder, and where its keys stand."""
-    file = source / LAUNCHED_FILE if source.is_dir() else source
+@dataclass(frozen=True)
+class _ReadSweep:
+    """A sweep as it was read."""
+
+    file: str
+    is_folder: bool  # whether its folder was named, and the file is what a launch has left there
+    sweep: Sweep
+    folder: Path
+    places: dict[str, str]  # where its keys stand
+
+
+def _read_sweep(source: Path, assignments: list[str]) -> _ReadSweep:
+    """Read a sweep from its file or its folder."""
+    is_folder = source.is_dir()
+    file = source / LAUNCHED_FILE if is_folder else source
     raw, places = read_yaml(file)
     overridden = override(raw, assignments)
     # What an override has replaced stands nowhere in the file any more.
     replaced = tuple(f"{key}." for key in overridden)
     places = {key: place for key, place in places.items() if not key.startswith(replaced)}
     places.update(overridden)
-    sweep = build(Sweep, expand_all(raw, str(file), places), str(file), places)
+    expanded = expand_all(raw, str(file), places, is_folder=is_folder)
+    sweep = build(Sweep, expanded, str(file), places)
+    count = math.prod(len(values) for values in sweep.grid.values())
+    if count > MOST_RUNS:
+        place = nearest_place("grid", places, str(file))
+        raise InputError(f"{place}: grid: {count:,} runs; a sweep may have {MOST_RUNS:,}")
     folder = Path(os.path.normpath(sweep.output_root)) / sweep.name
-    if source.is_dir():
+    if is_folder:
         folder = source
-    return str(file), sweep, folder, places
+    return _ReadSweep(str(file), is_folder, sweep, folder, places)
 
 
-def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) -> list[Run]:
+def _expand_grid(read: _ReadSweep) -> list[Run]:
     """A run for every combination of `grid`, in the order of the file, the last axis fastest."""
+    sweep = read.sweep
     options_class = load_backend(sweep.backend).Train
 
     def section(key: str) -> str:
@@ -261,12 +301,12 @@ def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) 
             if isinstance(train_keys.get(key), str) and train_keys[key]:  # "" would become "."
                 train_keys[key] = os.path.normpath(train_keys[key])
         train_options = build(
-            options_class, train_keys, file, places, section, keys_of=[sweep.backend]
+            options_class, train_keys, read.file, read.places, section, keys_of=[sweep.backend]
         )
         if sweep.score is not None:
             problem = scoring_problem(sweep.backend, train_options)
             if problem is not None:
-                raise InputError(f"{file}: {problem}")
+                raise InputError(f"{read.file}: {problem}")
         values = train_options.model_dump()
         for key, value in values.items():
             if value == 0 and isinstance(value, float):
@@ -274,9 +314,9 @@ def _expand_grid(sweep: Sweep, folder: Path, file: str, places: dict[str, str]) 
         config = _config(sweep, sweep.backend, values, sweep.world)
         if config.name in runs:
             both = f"{grid_values} and {runs[config.name].grid_values}"
-            place = nearest_place("grid", places, file)
+            place = nearest_place("grid", read.places, read.file)
             raise InputError(f"{place}: grid: {both} are the same run; drop one")
-        runs[config.name] = Run(folder / config.name, config, grid_values)
+        runs[config.name] = Run(read.folder / config.name, config, grid_values)
     return list(runs.values())
 
 

@@ -85,9 +85,13 @@ class RunConfig(Strict):
 
     @cached_property
     def train_options(self) -> Any:
-        """The `train:` keys as the backend's own model, its `Train`."""
+        """The `train:` keys as the backend's own model, its `Train`; InputError where they are not.
+
+        They were checked before they were written, but somebody may have written others.
+        """
         assert self.backend is not None  # a model before fine-tuning has no options
-        return import_backend(self.backend).Train.model_validate(self.train)
+        options_class = import_backend(self.backend).Train
+        return build(options_class, self.train, "config.yaml", {}, lambda key: "train")
 
     @cached_property
     def name(self) -> str:

@@ -270,7 +270,12 @@ class Score(Request):
 class Dataset(Strict):
     """A hub data set with `messages` or ShareGPT's `conversations`, written as JSON lines."""
 
-    hub: str = option(..., "Name of the data set on the hub, as owner/name.")
+    hub: str = option(
+        ...,
+        "Name of the data set on the hub, as owner/name.",
+        # A word alone may be a reader of `datasets`, such as pandas, which used to unpickle.
+        pattern=r"^[\w-][\w.-]*/[\w-][\w.-]*$",
+    )
     to: str = option(
         ...,
         "File that the data set is written to, as JSON lines, below the project's folder, "

@@ -22,7 +22,7 @@ from calibeval.io import InputError
 from sweeps.runs.files import text_of
 from sweeps.runs.processes import run_checked, slurm_or_empty
 from sweeps.runs.stages import SCORE
-from sweeps.runs.yaml_io import parse
+from sweeps.runs.yaml_io import read_yaml
 
 
 class Remedy(Enum):
@@ -96,12 +96,27 @@ def unavailable_nodes(cluster: str | None) -> list[str]:
     return nodes
 
 
+def prints_into(array_id: str, job_folder: Path, cluster: str | None = None) -> bool:
+    """Whether a job is this user's, and Slurm says that it prints into this folder.
+
+    What the folder itself says of its jobs, somebody else may have written.
+    """
+    shown = slurm_or_empty("scontrol", "show", "job", array_id, cluster=cluster)
+    owners = set(re.findall(r"^ *UserId=[^(]*\((\d+)\)", shown, re.MULTILINE))
+    outputs = re.findall(r"^ *StdOut=(.*)$", shown, re.MULTILINE)
+    if owners != {str(os.getuid())} or not outputs:
+        return False
+    folder = os.path.realpath(job_folder)
+    return all(os.path.realpath(os.path.dirname(output)) == folder for output in outputs)
+
+
 def describe_job(label: str, cluster: str | None = None) -> dict[str, str]:
     """What the controller says of a job, `JobState` and the like; empty if it does not answer."""
     words = slurm_or_empty("scontrol", "show", "job", label, cluster=cluster).split()
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
+TAG = re.compile("[0-9a-f]{6}")  # the name of a folder below `jobs`
 # A line of squeue about a job whose name is of our form. Another job's name may have line breaks.
 LISTED_ELEMENT = re.compile(
     r"(?P<array>\d+)\|(?P<index>[^|]*)\|(?P<state>\w+)\|"
@@ -206,7 +221,7 @@ def _names_files(folder: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for tag in os.listdir(folder / "jobs"):
             file = folder / "jobs" / tag / "names"
-            if file.exists():
+            if TAG.fullmatch(tag) and file.exists():
                 files.append(file)
     return files
 
@@ -247,10 +262,12 @@ def _live_element(
 
 def cluster_of_job(job_folder: Path) -> str | None:
     """The cluster to which a launch has handed a folder's job, as its profile says."""
-    with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
-        profile, _ = parse(text_of(job_folder / "profile.yaml"), str(job_folder / "profile.yaml"))
-        return profile.get("clusters")
-    return None
+    file = job_folder / "profile.yaml"
+    if not file.exists():  # the launch was killed before it wrote it
+        return None
+    profile, _ = read_yaml(file)
+    cluster = profile.get("clusters")
+    return cluster if isinstance(cluster, str) else None
 
 
 def names_of_runs(elements: Iterable[LiveElement]) -> list[str]:

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from calibeval import yaml_text
 from calibeval.io import InputError, read_text
 from sweeps.runs.processes import cli_command
 
@@ -35,7 +36,7 @@ WORDS = {
     "float": FLOAT,
 }
 
-MOST_KEYS = 100_000  # of a file; a few lines with aliases can stand for billions
+OVERRIDE = "command line ("  # begins the place of what was typed, before the words
 KEY_ERROR = "key"  # the type of pydantic's errors that `key_error` makes
 
 # A variable in a text, or two dollars, which stand for one.
@@ -46,18 +47,17 @@ SECRET_NAME = r"\w*(?:TOKEN|API_KEY|ACCESS_KEY|SECRET|SECRET_KEY|PASSWORD|PASSWD
 # Is fetched from somebody else's server, so no variable is put in: `prefetch` refuses it.
 ADDRESS = re.compile(r"prefetch\.archives\.\d+\.url")
 
-if hasattr(yaml, "CSafeLoader"):
+if hasattr(yaml, "CSafeDumper"):
     from yaml import CSafeDumper as _BaseDumper
-    from yaml import CSafeLoader as _BaseLoader
 else:  # PyYAML was built without libyaml
     from yaml import SafeDumper as _BaseDumper  # type: ignore[assignment]
-    from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
 
 
-class _Loader(_BaseLoader):
+class _Loader(yaml_text.SafeLoader):  # type: ignore[misc]
     """Reads words as `WORDS` says."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 as PyYAML declares it; without YAML 1.1's
+    # PyYAML declares it so; these are without YAML 1.1's.
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
 
 class _Dumper(_BaseDumper):
@@ -75,31 +75,16 @@ def parse(text: str, source: str) -> tuple[Any, dict[str, str]]:
     """The value of a YAML text, and the place, `source:line`, of each dotted key in it.
 
     A place, here and elsewhere, is such a text, by which a message says where a key was given.
-    Raises InputError where the text is no YAML, or gives a key twice.
+    Raises InputError where the text is no YAML, has aliases, or gives a key twice.
     """
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None, {}
-        places: dict[str, str] = {}
-        for key, place in _places(node, source):
+    value, root = yaml_text.parse(text, source, _Loader)
+    places: dict[str, str] = {}
+    if root is not None:
+        for key, place in _places(root, source):
             if key in places:  # PyYAML would let the last of two values win
                 raise InputError(f"{place}: {key}: is given twice")
-            if len(places) > MOST_KEYS:
-                raise InputError(f"{source}: more than {MOST_KEYS:,} keys, by aliases of aliases")
             places[key] = place
-        return loader.construct_document(node), places
-    except yaml.MarkedYAMLError as error:
-        place = source
-        mark = error.problem_mark
-        if mark is not None:
-            place = f"{source}:{mark.line + 1}:{mark.column + 1}"
-        raise InputError(f"{place}: not YAML: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"{source}: not YAML: {error}") from error
-    except RecursionError as error:
-        raise InputError(f"{source}: not YAML: nested too deep") from error
+    return value, places
 
 
 def _places(node: yaml.Node, source: str, above: str = "") -> Iterator[tuple[str, str]]:
@@ -121,7 +106,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
     Raises InputError where the file cannot be read, or holds anything else.
     """
-    value, places = parse(read_text(path), str(path))
+    value, places = parse(read_text(path, yaml_text.MOST_BYTES), str(path))
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected `key: value` lines, found {type(value).__name__}")
     return value, places
@@ -141,7 +126,7 @@ def override(raw: dict[str, Any], assignments: Iterable[str]) -> dict[str, str]:
     places = {}
     for assignment in assignments:
         dotted, _, text = assignment.partition("=")
-        place = f"command line ({assignment})"
+        place = f"{OVERRIDE}{assignment})"
         value, _ = parse(text, place)
         places[dotted] = place
         *above, last = dotted.split(".")
@@ -269,33 +254,39 @@ def nearest_place(dotted: str, places: Mapping[str, str], source: str) -> str:
     return source
 
 
-def expand_all(value: Any, source: str, places: Mapping[str, str], key: str = "") -> Any:
+def expand_all(
+    value: Any, source: str, places: Mapping[str, str], key: str = "", *, is_folder: bool = False
+) -> Any:
     """`value` with every text in it expanded: see `expand`.
 
     `source` and `places` are those of `build`. `key` is the dotted key of `value`; "" is for all
-    that was read.
+    that was read. Of a sweep's folder, whose file may be anybody's, the overrides alone may have
+    variables.
     """
     above = f"{key}." if key else ""
     if isinstance(value, dict):
         return {
-            name: expand_all(item, source, places, f"{above}{name}") for name, item in value.items()
+            name: expand_all(item, source, places, f"{above}{name}", is_folder=is_folder)
+            for name, item in value.items()
         }
     if isinstance(value, list):
         return [
-            expand_all(item, source, places, f"{above}{position}")
+            expand_all(item, source, places, f"{above}{position}", is_folder=is_folder)
             for position, item in enumerate(value)
         ]
     if isinstance(value, str) and not ADDRESS.fullmatch(key):
-        return expand(f"{nearest_place(key, places, source)}: {key}", value)
+        place = nearest_place(key, places, source)
+        is_typed = place.startswith(OVERRIDE)
+        return expand(f"{place}: {key}", value, has_variables=is_typed or not is_folder)
     return value
 
 
-def expand(where: str, text: str) -> str:
+def expand(where: str, text: str, has_variables: bool = True) -> str:
     """A text with `~` and variables replaced, as a shell would; `$$` is a dollar.
 
     Raises InputError for a variable that is not set, or is a secret by its name: what is made of
-    the text stands in files that others can read. Its message begins with `where`, which names the
-    key that holds the text.
+    the text stands in files that others can read. So does any without `has_variables`, where `~`
+    stays too. Its message begins with `where`, which names the key that holds the text.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -304,6 +295,11 @@ def expand(where: str, text: str) -> str:
         name = match["name"] or match["braced"]
         if name is None:
             raise InputError(f"{where}: {text}: write $NAME or ${{NAME}}, or $$ for a dollar")
+        if not has_variables:
+            raise InputError(
+                f"{where}: {text}: ${name}: a sweep's folder takes no variables of your shell: "
+                "type the sweep's file"
+            )
         if re.fullmatch(SECRET_NAME, name):
             raise InputError(
                 f"{where}: {text}: ${name} is a secret by its name, and would stand in files: "
@@ -316,7 +312,8 @@ def expand(where: str, text: str) -> str:
             )
         return os.environ[name]
 
-    return os.path.expanduser(re.sub(VARIABLE, replacement, text))
+    expanded = re.sub(VARIABLE, replacement, text)
+    return os.path.expanduser(expanded) if has_variables else expanded
 
 
 def escape_dollars(value: Any) -> Any:
