@@ -42,7 +42,7 @@ OUTSIDE_WINGS = {
     sweeps: ({"__init__.py", "__main__.py", "cli.py"}, set()),
     calibeval: (
         {"__init__.py", "__main__.py", "callback.py", "metrics.py"},
-        {"io.py", "validation.py"},
+        {"io.py", "validation.py", "yaml_text.py"},
     ),
 }
 
