@@ -360,7 +360,6 @@ def measure(
     records = in_order(records)
     clusters = None if cluster is None else _cluster_numbers(records, cluster)
     observed = samples_of(records)
-    values: dict[ConfidenceDefinition, dict[str, float | None]] = {}
     draws: dict[ConfidenceDefinition, dict[str, np.ndarray]] = {}
     squares: dict[ConfidenceDefinition, dict[str, SquareDraws]] = {}
     tests: dict[ConfidenceDefinition, dict[str, FloorTest]] = {}
@@ -372,9 +371,6 @@ def measure(
             tests[among] = floor_tests(sample, tuple(_wanted(WITH_FLOOR, metrics)))
         if "curves" in parts:
             curves[among] = reliability(sample, clusters)
-        values[among] = {
-            name: finite(metric(sample)[0]) for name, metric in _wanted(METRICS, metrics).items()
-        }
     ids_and_labels = [*zip(records.ids, records.labels.tolist(), strict=True)]
     prompts_sha256 = None
     if None not in records.prompts:
@@ -391,7 +387,7 @@ def measure(
         letter_mass=finite(records.letter_mass.mean()),
         confidences=tuple(observed),
         reliability=curves,
-        values=values,
+        values={name: observed_values(sample, metrics) for name, sample in observed.items()},
         floor_tests=tests,
         draws=draws,
         squares=squares,
@@ -440,6 +436,13 @@ def in_order(records: Records) -> Records:
         prompts=records.prompts[order],
         subjects=records.subjects[order],
     )
+
+
+def observed_values(
+    sample: Sample, metrics: Collection[str] | None = None
+) -> dict[str, float | None]:
+    """Metrics of the questions as they are, by default all; None where one is not defined."""
+    return {name: finite(metric(sample)[0]) for name, metric in _wanted(METRICS, metrics).items()}
 
 
 def _wanted(table: Mapping[str, Metric], names: Collection[str] | None) -> dict[str, Metric]:
