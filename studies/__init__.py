@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from calibeval.io import CONTINUES, InputError, finish, read_text, write_text
-from calibeval.request import Strict, checked
+from calibeval.validation import Strict, checked
 from sweeps.runs.yaml_io import read_yaml
 
 Config = TypeVar("Config", bound=Strict)

@@ -7,8 +7,8 @@ from typing import Any
 from tqdm import tqdm
 
 import calibeval
-from calibeval.request import Task
-from calibeval.scaling import NoTemperature
+from calibeval.ask.request import Task
+from calibeval.measures.scaling import NoTemperature
 
 
 def fit_to_mmlu(

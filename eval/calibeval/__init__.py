@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calibeval import metrics as metrics
-    from calibeval.api import compare, reliability, summarize, summarize_subjects
+    from calibeval.ask.scoring import score
     from calibeval.callback import CalibrationCallback
-    from calibeval.diagnosis import check
-    from calibeval.scaling import temperature
-    from calibeval.scoring import score
+    from calibeval.measures import compare, reliability, summarize, summarize_subjects
+    from calibeval.measures.scaling import temperature
+    from calibeval.report.diagnosis import check
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,13 +34,13 @@ __all__ = [
 # libraries take seconds.
 _MODULES = {
     "CalibrationCallback": "calibeval.callback",
-    "check": "calibeval.diagnosis",
-    "compare": "calibeval.api",
-    "reliability": "calibeval.api",
-    "score": "calibeval.scoring",
-    "summarize": "calibeval.api",
-    "summarize_subjects": "calibeval.api",
-    "temperature": "calibeval.scaling",
+    "check": "calibeval.report.diagnosis",
+    "compare": "calibeval.measures",
+    "reliability": "calibeval.measures",
+    "score": "calibeval.ask.scoring",
+    "summarize": "calibeval.measures",
+    "summarize_subjects": "calibeval.measures",
+    "temperature": "calibeval.measures.scaling",
 }
 
 

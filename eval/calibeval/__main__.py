@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 import calibeval
+from calibeval.ask.request import DEFAULT_COLUMNS, Request, Task
+from calibeval.ask.task_files import default_data, is_task_name
 from calibeval.io import CONTINUES, InputError, counted, finish, show
-from calibeval.request import DEFAULT_COLUMNS, Request, Task
-from calibeval.task_files import default_data, is_task_name
 from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_file
 
 if TYPE_CHECKING:
-    from calibeval.api import SubjectSummary
-    from calibeval.evaluations import Evaluation
+    from calibeval.measures import Evaluation, SubjectSummary
 
 RECORDS = "RECORDS.jsonl"
 TASK_FIELDS = [name for name in Task.model_fields if name != "name"]
@@ -121,9 +120,9 @@ def run_score(arguments: argparse.Namespace) -> None:
     options = request.model_dump(exclude={"tasks"})
     calibeval.score(arguments.model, tasks=request.tasks, out=out.parent, **options)
     if arguments.json:
-        from calibeval import evaluations
+        from calibeval import measures
 
-        print_json(summary_of(evaluations.load(out)))
+        print_json(summary_of(measures.load(out)))
 
 
 def request_from(arguments: argparse.Namespace) -> Request:
@@ -195,6 +194,9 @@ def run_import(arguments: argparse.Namespace) -> None:
 def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
     grammar.add_argument("records", nargs="+", type=Path, metavar=RECORDS)
     grammar.add_argument(
+        "--metrics", nargs="+", metavar="NAME", help="these alone, which takes less time"
+    )
+    grammar.add_argument(
         "--subjects", action="store_true", help="each subject's figures too, and their means"
     )
     add_cluster(grammar)
@@ -202,36 +204,47 @@ def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
 
 def run_metrics(arguments: argparse.Namespace) -> None:
     """Recompute metrics from records."""
-    from calibeval import api, evaluations, records
+    from calibeval import measures, records
 
     for path in arguments.records:
-        parts = evaluations.PARTS if arguments.json else evaluations.SUMMARY_PARTS
-        evaluation = evaluations.load(path, arguments.normalise, arguments.cluster, parts)
+        if arguments.metrics:
+            evaluation = measures.measure(
+                records.read(path, arguments.normalise),
+                arguments.cluster,
+                arguments.metrics,
+                measures.SUMMARY_PARTS,
+            )
+        else:
+            parts = measures.PARTS if arguments.json else measures.SUMMARY_PARTS
+            evaluation = measures.load(path, arguments.normalise, arguments.cluster, parts)
         summary = summary_of(evaluation)
         records.warn_of_ties(path, summary["tied"], summary["questions"])
         if arguments.subjects:
-            summary["by_subject"] = api.summarize_subjects(path, arguments.normalise)
+            summary["by_subject"] = measures.summarize_subjects(path, arguments.normalise)
         if arguments.json:
             print_json(summary)
         else:
             print_metrics(path, summary)
+            print_left_out_bins(evaluation)
 
 
 def summary_of(evaluation: "Evaluation") -> dict[str, Any]:
     """A record file's metrics in each confidence, and what its reliability diagrams show."""
-    from calibeval import api, stats
+    from calibeval import measures
+    from calibeval.measures import stats
 
     return {
         "records": str(evaluation.path),
         "normalise": evaluation.normalise,
         "intervals": stats.coverage_of([evaluation]),
-        "metrics": api.summarize(evaluation),
+        "metrics": measures.summarize(evaluation),
         "model": evaluation.model,
         "scoring": evaluation.scoring,
         "cluster": evaluation.cluster,
         "questions": evaluation.questions,
         "tied": evaluation.tied,
         "letter_mass": evaluation.letter_mass,
+        "bins_of_one": evaluation.bins_of_one,
         "reliability": evaluation.reliability,
     }
 
@@ -255,6 +268,15 @@ def print_metrics(path: Path, summary: dict[str, Any]) -> None:
         print("floor and p: of answers simulated question by question, without --cluster")
     if "by_subject" in summary:
         print_subjects(summary["by_subject"])
+
+
+def print_left_out_bins(evaluation: "Evaluation") -> None:
+    """Print how many bins the debiased error leaves out, where it was computed and left out any."""
+    from calibeval.measures import stats
+
+    left_out = stats.left_out_bins(evaluation)
+    if left_out is not None and "rms_debiased" in evaluation.metrics:
+        show(left_out)
 
 
 def print_subjects(by_subject: "SubjectSummary") -> None:
@@ -288,21 +310,22 @@ def add_compare_options(grammar: argparse.ArgumentParser) -> None:
 
 def run_compare(arguments: argparse.Namespace) -> None:
     """Say whether model B is better than model A, and by how much."""
-    from calibeval import api, evaluations, measures, records, stats
+    from calibeval import measures, records
+    from calibeval.measures import stats
 
     if arguments.common:
         evaluation_a, evaluation_b = (
-            evaluations.measure(common, arguments.cluster, parts=["draws"])
+            measures.measure(common, arguments.cluster, parts=["draws"])
             for common in records.common(arguments.a, arguments.b, arguments.normalise)
         )
     else:
         evaluation_a, evaluation_b = (
-            evaluations.load(path, arguments.normalise, arguments.cluster, ["draws"])
+            measures.load(path, arguments.normalise, arguments.cluster, ["draws"])
             for path in (arguments.a, arguments.b)
         )
     for evaluation in (evaluation_a, evaluation_b):
         records.warn_of_ties(evaluation.path, evaluation.tied, evaluation.questions)
-    comparisons = api.compare(evaluation_a, evaluation_b, arguments.different_prompts)
+    comparisons = measures.compare(evaluation_a, evaluation_b, arguments.different_prompts)
     if arguments.json:
         print_json({"a": str(arguments.a), "b": str(arguments.b), "comparison": comparisons})
         return
@@ -313,6 +336,10 @@ def run_compare(arguments: argparse.Namespace) -> None:
         print_comparisons(confidence, comparison_of_metric)
     by_square = ", ".join(measures.COMPARED_BY_SQUARE)
     print(f"difference: b − a; of {by_square} T_b − T_a, the squares before they are cut at 0")
+    for name, evaluation in (("A", evaluation_a), ("B", evaluation_b)):
+        left_out = stats.left_out_bins(evaluation)
+        if left_out is not None:
+            show(f"{name}: {left_out}")
     print(f"low, high: 95 % intervals {stats.coverage_of([evaluation_a])}, where known to cover")
     differing = stats.differing_answers(evaluation_a, evaluation_b)
     if differing < stats.ENOUGH_ANSWERS and evaluation_a.cluster is None:
@@ -379,7 +406,7 @@ def run_check(arguments: argparse.Namespace) -> None:
 
         calibeval check BASE TUNED --task mmlu --data DATA --out check
     """
-    from calibeval import diagnosis
+    from calibeval.report import diagnosis
 
     if arguments.figure is not None and arguments.figure.suffix != ".png":
         raise InputError(f"--figure {arguments.figure}: expected a file's name such as check.png")
@@ -447,7 +474,8 @@ def add_conformal_options(grammar: argparse.ArgumentParser) -> None:
 
 def run_conformal(arguments: argparse.Namespace) -> None:
     """Say how often prediction sets hold the answer, and how large they are."""
-    from calibeval import conformal, records
+    from calibeval import records
+    from calibeval.measures import conformal
 
     alpha: float = arguments.alpha
     score: str = arguments.score
@@ -481,7 +509,8 @@ def add_collect_options(grammar: argparse.ArgumentParser) -> None:
 
 def run_collect(arguments: argparse.Namespace) -> None:
     """Make tables, figures and a report from an index of record files."""
-    from calibeval import index, report
+    from calibeval import report
+    from calibeval.report import index
 
     columns = report.read_columns(arguments.columns)
     results = index.read(arguments.index, arguments.cluster)

@@ -14,11 +14,12 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import Unpack
 
-from calibeval import evaluations, scoring
+from calibeval import measures
+from calibeval.ask import scoring
+from calibeval.ask.request import EngineOptions, Task
 from calibeval.io import InputError
 from calibeval.measures import MAIN_ERROR, METRICS, SUMMARY
 from calibeval.records import Records
-from calibeval.request import EngineOptions, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
@@ -48,7 +49,7 @@ class CalibrationCallback(TrainerCallback):
         trainer: The Trainer whose reports (TensorBoard, Weights & Biases, …) are to show the
             metrics. A callback that is made before its Trainer, to be one of its `callbacks=[…]`,
             cannot be given it; then it is the Trainer that calls the callback.
-        **options: Fields of `calibeval.request.Request`, such as `batch_size`.
+        **options: Fields of `calibeval.ask.request.Request`, such as `batch_size`.
 
     Raises:
         InputError: as `calibeval.score` does, and at the beginning of training where the model is
@@ -162,7 +163,7 @@ def _calling_handler() -> CallbackHandler | None:
 
 def _logged_metrics(key: str, records: Records) -> dict[str, float]:
     """What is logged of a task's records: `measures.SUMMARY`, the main error with its floor."""
-    samples = evaluations.samples_of(evaluations.in_order(records))
+    samples = measures.samples_of(measures.in_order(records))
     logged: dict[str, float] = {}
     for metric in SUMMARY:
         if metric != MAIN_ERROR:
@@ -171,7 +172,7 @@ def _logged_metrics(key: str, records: Records) -> dict[str, float]:
         name = f"eval_{key}_{MAIN_ERROR}"
         if among != "choices":
             name += f"_{among}"
-        test = evaluations.floor_tests(sample, [MAIN_ERROR])[MAIN_ERROR]
+        test = measures.floor_tests(sample, [MAIN_ERROR])[MAIN_ERROR]
         logged[name] = float(METRICS[MAIN_ERROR](sample)[0])
         logged[f"{name}_floor"] = test.floor
     return logged

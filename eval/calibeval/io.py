@@ -27,7 +27,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, overload
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, overload
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 __all__ = [
     "CONTINUES",
@@ -39,10 +42,13 @@ __all__ = [
     "finish",
     "hanging",
     "json_lines",
+    "json_object",
     "one_line",
     "open_to_write",
     "parse_json",
+    "placed_lines",
     "printable",
+    "progress",
     "read_text",
     "reading",
     "refuse_larger",
@@ -59,6 +65,8 @@ BAD_INPUT = 2  # exit status of a command whose input cannot be used
 INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C has ended
 STDOUT = 1  # file descriptor
 HASH_BUFFER = 1 << 20  # bytes
+PROGRESS_AFTER = 5  # seconds, after which a bar shows how far a command is
+PROGRESS_STEP = 1 << 22  # characters of a file between two looks at the clock
 WHOLE_FILE = 64 << 20  # bytes of the largest file that `read_text` reads unless it is told another
 LARGE_FILE = 4 << 30  # bytes of the largest file of records, or log of them, that is read
 LINE_CHARACTERS = 64 << 20  # of the longest line of a JSON-lines file
@@ -311,25 +319,60 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     A line that holds no JSON object raises `InputError` with its number.
     """
-    with reading(path) as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(LINE_CHARACTERS), ""), start=1):
+    for place, line in placed_lines(path):
+        yield place, json_object(place, line)
+
+
+def placed_lines(path: str | Path) -> Iterator[tuple[str, str]]:
+    """Yield ("path, line number", line) of a UTF-8 file; blank lines are skipped.
+
+    A file that takes long has a bar on a terminal.
+    """
+    with reading(path) as lines, progress(f"{path}", os.path.getsize(path), unit="B") as bar:
+        unshown = 0
+        whole_lines = iter(lambda: lines.readline(LINE_CHARACTERS), "")
+        for number, line in enumerate(whole_lines, start=1):
+            unshown += len(line)
+            if unshown > PROGRESS_STEP:
+                bar.update(unshown)
+                unshown = 0
             if not line.strip():
                 continue
             place = f"{path}, line {number}"
             if len(line) == LINE_CHARACTERS:
                 raise InputError(f"{place}: is longer than {LINE_CHARACTERS:,} characters")
-            try:
-                value = parse_json(line)
-            except json.JSONDecodeError as error:
-                # Its own sentence counts lines within this line.
-                reason = f"{error.msg}, column {error.colno}"
-                raise InputError(f"{place}: not JSON ({reason})") from error
-            except ValueError as error:
-                raise InputError(f"{place}: not JSON ({error})") from error
-            if not isinstance(value, dict):
-                kind = type(value).__name__
-                raise InputError(f"{place}: expected a JSON object, found {kind}")
-            yield place, value
+            yield place, line
+
+
+def json_object(place: str, line: str) -> dict[str, Any]:
+    """The JSON object of a line; `InputError` names the place of one that holds none."""
+    try:
+        value = parse_json(line)
+    except json.JSONDecodeError as error:
+        # Its own sentence counts lines within this line.
+        reason = f"{error.msg}, column {error.colno}"
+        raise InputError(f"{place}: not JSON ({reason})") from error
+    except ValueError as error:
+        raise InputError(f"{place}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise InputError(f"{place}: expected a JSON object, found {kind}")
+    return value
+
+
+def progress(name: str, total: int, unit: str = "it") -> "tqdm[NoReturn]":
+    """A bar on a terminal's stderr, of work that takes longer than PROGRESS_AFTER seconds."""
+    from tqdm import tqdm
+
+    return tqdm(
+        desc=name,
+        total=total,
+        unit=unit,
+        unit_scale=True,
+        disable=None,  # where stderr is no terminal
+        delay=PROGRESS_AFTER,
+        leave=False,
+    )
 
 
 def printable(text: str) -> str:

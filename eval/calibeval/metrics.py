@@ -23,26 +23,23 @@ must be ten. Of calibration errors (`ece`, `rms` and the like) no interval is kn
 calibrated model does not read 0: they have the floor that 95 % of calibrated models stay below
 (`floor`) and the share `p_calibrated` of them that read this error or a larger one.
 
-A metric is defined in `calibeval.measures`, which also says where a new one goes; the function of
-its name here checks arrays and calls it.
+A metric is defined in `calibeval.measures.definitions`, which also says where a new one goes; the
+function of its name here checks arrays and calls it.
 """
 
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, Union, overload
 
 import numpy as np
 from typing_extensions import TypedDict
 
-from calibeval import evaluations, measures, stats
-from calibeval.api import RecordsLike, summarize
 from calibeval.io import InputError
-from calibeval.measures import BINS, METRICS, EventScores, Sample, Scores
+from calibeval.measures import definitions, evaluations, samples, stats
+from calibeval.measures.definitions import METRICS
+from calibeval.measures.samples import BINS, EventScores, Sample, Scores
+from calibeval.measures.stats import Estimate
 from calibeval.records import MOST_PROBABILITY
-from calibeval.stats import Estimate
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +143,7 @@ def _takes_interval(plain: Callable[[Array, Array, int], float]) -> _BinnedError
 @_takes_interval_and_clusters
 def accuracy(probabilities: Array, labels: Array) -> float:
     """Share of right answers."""
-    return _observed_value(measures.accuracy, _checked_scores(probabilities, labels))
+    return _observed_value(definitions.accuracy, _checked_scores(probabilities, labels))
 
 
 @_takes_interval_and_clusters
@@ -155,7 +152,7 @@ def nll(probabilities: Array, labels: Array) -> float:
 
     It is infinite where a right choice has the probability 0.
     """
-    return _observed_value(measures.nll, _checked_scores(probabilities, labels))
+    return _observed_value(definitions.nll, _checked_scores(probabilities, labels))
 
 
 @_takes_interval_and_clusters
@@ -164,13 +161,13 @@ def brier(probabilities: Array, labels: Array) -> float:
 
     Probability that belongs to no choice counts as one more outcome.
     """
-    return _observed_value(measures.brier, _checked_scores(probabilities, labels))
+    return _observed_value(definitions.brier, _checked_scores(probabilities, labels))
 
 
 @_takes_interval_and_clusters
 def ece_signed(probabilities: Array, labels: Array) -> float:
     """Mean confidence − accuracy: above 0 is over-confident."""
-    return _observed_value(measures.ece_signed, _checked_scores(probabilities, labels))
+    return _observed_value(definitions.ece_signed, _checked_scores(probabilities, labels))
 
 
 @_takes_interval_and_clusters
@@ -180,7 +177,7 @@ def auroc(probabilities: Array, labels: Array) -> float:
     How well confidence tells right answers from wrong ones, 0 to 1; NaN where all answers are right
     or all are wrong.
     """
-    return _observed_value(measures.auroc, _checked_scores(probabilities, labels))
+    return _observed_value(definitions.auroc, _checked_scores(probabilities, labels))
 
 
 @_takes_interval_and_clusters
@@ -190,7 +187,7 @@ def aurc(probabilities: Array, labels: Array) -> float:
     risk(k) is the share of wrong answers among the k surest; of equally sure ones the mean over all
     orders.
     """
-    return _observed_value(measures.aurc, _checked_scores(probabilities, labels))
+    return _observed_value(definitions.aurc, _checked_scores(probabilities, labels))
 
 
 @_takes_interval
@@ -200,18 +197,18 @@ def ece(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     Over `bins` bins of equal width; w_b is the share of answers in bin b, which holds its lower
     edge, the last one 1 as well.
     """
-    return _observed_value(measures.ece, _checked_scores(probabilities, labels, bins))
+    return _observed_value(definitions.ece, _checked_scores(probabilities, labels, bins))
 
 
 @_takes_interval
 def ece_equal_mass(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     """`ece` over bins of as many answers each, but for equal confidences (Nixon et al. 2019)."""
-    return _observed_value(measures.ece_equal_mass, _checked_scores(probabilities, labels, bins))
+    return _observed_value(definitions.ece_equal_mass, _checked_scores(probabilities, labels, bins))
 
 
 def ece_classwise(probabilities: Array, labels: Array, bins: int = BINS) -> float:
     """Mean over choices of the ECE of each choice's probability (Kull et al. 2019)."""
-    return _observed_value(measures.ece_classwise, _checked_scores(probabilities, labels, bins))
+    return _observed_value(definitions.ece_classwise, _checked_scores(probabilities, labels, bins))
 
 
 @_takes_interval
@@ -220,7 +217,7 @@ def rms(probabilities: Array, labels: Array, bins: int = BINS) -> float:
 
     Over the bins of `ece`, and never below it (Hendrycks et al. 2019).
     """
-    return _observed_value(measures.rms, _checked_scores(probabilities, labels, bins))
+    return _observed_value(definitions.rms, _checked_scores(probabilities, labels, bins))
 
 
 @_takes_interval
@@ -229,7 +226,7 @@ def rms_debiased(probabilities: Array, labels: Array, bins: int = BINS) -> float
 
     sqrt(max(0, Σ w_b (Δ_b² − s_b²))) for the gap Δ_b of bin b and the noise s_b² of that gap.
     """
-    return _observed_value(measures.rms_debiased, _checked_scores(probabilities, labels, bins))
+    return _observed_value(definitions.rms_debiased, _checked_scores(probabilities, labels, bins))
 
 
 @overload
@@ -251,7 +248,7 @@ def smooth_ece(probabilities: Array, labels: Array, *, interval: bool = False) -
     scores = _checked_scores(probabilities, labels)
     if interval:
         return _estimate_with_floor("smooth_ece", scores)
-    return _observed_value(measures.smooth_ece, scores)
+    return _observed_value(definitions.smooth_ece, scores)
 
 
 class Reliability(TypedDict):
@@ -370,7 +367,7 @@ def _estimate_with_interval(name: str, scores: Scores, clusters: Array | None) -
         return Estimate()
     drawn = [
         metric.draws(Sample.resampled(scores, counts))
-        for counts in measures.resamples(questions, evaluations.RESAMPLES, numbers)
+        for counts in samples.resamples(questions, evaluations.RESAMPLES, numbers)
     ]
     cluster_count = None if numbers is None else int(numbers.max()) + 1
     unit_values = evaluations.unit_values(observed, numbers)
@@ -384,20 +381,3 @@ def _estimate_with_floor(name: str, scores: Scores) -> Estimate:
     sample = Sample.observed(scores)
     test = evaluations.floor_tests(sample, [name])[name]
     return Estimate(float(METRICS[name](sample)[0]), floor=test.floor, p_calibrated=test.p)
-
-
-class _CallableModule(ModuleType):
-    """This module, which may still be called as the function of its name was until 0.1."""
-
-    def __call__(self, records: RecordsLike) -> dict[str, dict[str, Estimate]]:
-        """Call `calibeval.summarize`, and say that it is the name now."""
-        warnings.warn(
-            "calibeval.metrics(records) is calibeval.summarize(records) now; calibeval.metrics "
-            "holds the metrics of arrays, such as calibeval.metrics.ece(probabilities, labels)",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return summarize(records)
-
-
-sys.modules[__name__].__class__ = _CallableModule

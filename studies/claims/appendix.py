@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
-from calibeval import stats
 from calibeval.io import read_text, write_text
-from calibeval.measures import ConfidenceDefinition
+from calibeval.measures import ConfidenceDefinition, stats
 from studies.claims import report, summary
 from studies.claims.answers import LETTER_TASKS, AnsweredRun
 from studies.claims.contrasts import (

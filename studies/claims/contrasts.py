@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from calibeval import evaluations, measures, stats
-from calibeval.measures import Sample
+from calibeval.measures import definitions, evaluations, samples, stats
+from calibeval.measures.samples import Sample
 from calibeval.records import read as read_records
 from studies.claims import quick_evaluation
 from studies.claims.answers import (
@@ -58,7 +58,7 @@ class Quantity:
     """
 
     task: str
-    confidence: measures.ConfidenceDefinition
+    confidence: samples.ConfidenceDefinition
     normalise: str | None = None
     metric: str = SQUARED_ERROR
     scale: int = DEFAULT_SCALE
@@ -255,15 +255,15 @@ def _with_normalized_logits(path: Path, state: FileState) -> evaluations.Evaluat
     """
     # Sorted by id as `measure` sorts them, so that the resamples pair with those of other files.
     observed = evaluations.in_order(read_records(path))
-    scores = measures.scores_of_records(observed, "choices")
+    scores = samples.scores_of_records(observed, "choices")
     centered = observed.logprobs - observed.logprobs.mean(1, keepdims=True)
     # Where all choices are equally likely, the norm is 0 and the confidence shall be 0.
     scores.confidence = centered.max(1) / np.maximum(np.linalg.norm(centered, axis=1), 1e-12)
     # A metric returns a number for each sample; the observed questions are one sample.
-    (value,) = measures.aurc(Sample.observed(scores))
+    (value,) = definitions.aurc(Sample.observed(scores))
     draws_of_chunks = []
-    for counts in measures.resamples(len(observed), evaluations.RESAMPLES):
-        draws_of_chunks.append(measures.aurc(Sample.resampled(scores, counts)))
+    for counts in samples.resamples(len(observed), evaluations.RESAMPLES):
+        draws_of_chunks.append(definitions.aurc(Sample.resampled(scores, counts)))
     return replace(
         quick_evaluation.load(path, ("aurc",)),
         values={"choices": {"aurc": value}},

@@ -16,10 +16,10 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 
-from calibeval import scaling
-from calibeval.diagnosis import cross_fitted
 from calibeval.io import json_lines, write_rows
+from calibeval.measures import scaling
 from calibeval.records import read as read_records
+from calibeval.report.diagnosis import cross_fitted
 from studies.claims.answers import (
     BASE,
     LETTER_TASKS,

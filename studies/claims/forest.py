@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import InputError, atomic_write
+from calibeval.report.figures import GREY, INK, STYLE
 from studies.claims.answers import LETTER_TASKS, unpack_scored_runs
 from studies.claims.contrasts import CALIBRATION, Difference, difference, smoothing_effect
 from studies.claims.parts import BETAS, CONFIG, Study

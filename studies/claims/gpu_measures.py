@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import calibeval
-from calibeval import scaling
+from calibeval.ask.request import Task
 from calibeval.io import atomic_write
-from calibeval.request import Task
+from calibeval.measures import scaling
 from sweeps.runs.run import Run
 from sweeps.training.global_batches import GlobalBatchDataset
 from sweeps.training.model_loading import load_model

@@ -1,6 +1,6 @@
 """The metrics of a record file that a table prints, and no others.
 
-`calibeval.evaluations.load` measures every metric of a file, its reliability curves and its floors,
+`evaluations.load` measures every metric of a file, its reliability curves and its floors,
 which takes two seconds a file of MMLU's size; a study has hundreds of files. The metrics of one
 column take a tenth of it.
 """
@@ -8,10 +8,10 @@ column take a tenth of it.
 from functools import cache
 from pathlib import Path
 
-from calibeval import evaluations
 from calibeval import records as record_files
-from calibeval.evaluations import Evaluation
-from calibeval.measures import ConfidenceDefinition
+from calibeval.measures import evaluations
+from calibeval.measures.evaluations import Evaluation
+from calibeval.measures.samples import ConfidenceDefinition
 from calibeval.records import Records
 
 # The state of a file: when it was written last, in nanoseconds, and its size in bytes.
@@ -27,7 +27,7 @@ def state_of(path: Path) -> FileState:
 def load(path: Path, metrics: tuple[str, ...], normalise: str | None = None) -> Evaluation:
     """The evaluation of a record file as it is now, with some metrics and their draws.
 
-    These are equal to those of `calibeval.evaluations.load`; the evaluation has neither floors nor
+    These are equal to those of `evaluations.load`; the evaluation has neither floors nor
     curves. `normalise` is the length by which continuations' log-probabilities are divided (None:
     the records' own).
     """

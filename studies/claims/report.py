@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from calibeval import scaling
 from calibeval.io import InputError, write_text
+from calibeval.measures import scaling
 from studies.claims.answers import AnsweredRun
 from studies.claims.contrasts import (
     CALIBRATION,

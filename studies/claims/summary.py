@@ -18,11 +18,11 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from calibeval import stats
-from calibeval.evaluations import CONFIDENCES, Evaluation
-from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import atomic_write, write_text
-from calibeval.measures import ConfidenceDefinition
+from calibeval.measures import stats
+from calibeval.measures.evaluations import CONFIDENCES, Evaluation
+from calibeval.measures.samples import ConfidenceDefinition
+from calibeval.report.figures import GREY, INK, STYLE
 from studies.claims import quick_evaluation
 from studies.claims.answers import (
     BASE,

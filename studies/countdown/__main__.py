@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import studies
 from calibeval.io import read_text, write_text
-from calibeval.request import Strict
+from calibeval.validation import Strict
 from studies.countdown import passk, policy, problems
 from studies.countdown.policy import Method
 from studies.countdown.problems import Problem

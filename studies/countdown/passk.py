@@ -5,7 +5,8 @@ from itertools import combinations
 import numpy as np
 from tabulate import tabulate
 
-from calibeval import evaluations, measures, stats
+from calibeval.measures import evaluations, stats
+from calibeval.measures.samples import resamples as drawn_resamples
 
 
 def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
@@ -18,7 +19,7 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
     problems differ, the interval is widened to Bonett and Price's (`stats.bonett_price`).
     """
     problems = len(next(iter(runs.values()))[0])
-    resamples = list(measures.resamples(problems, evaluations.RESAMPLES))
+    resamples = list(drawn_resamples(problems, evaluations.RESAMPLES))
     weights = np.concatenate(resamples) / problems  # (resamples, problems)
     # Of each setting two: pass@1 and pass@`samples`.
     rates_of_setting = {

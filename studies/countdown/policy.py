@@ -24,7 +24,7 @@ from pydantic import NonNegativeFloat
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from calibeval.request import Strict
+from calibeval.validation import Strict
 from smoothce import linear_cross_entropy, token_statistics
 from studies.countdown.problems import OPERATORS, TARGETS, Problem
 from studies.pretraining import IGNORE

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import calibeval.report
 from calibeval.io import json_lines, write_rows
+from calibeval.report import collect
 from studies import temperatures
 
 # AUROC beside ECE: a model equally unsure of all is no use.
@@ -34,4 +34,4 @@ def report(root: Path) -> str:
     for row in rows:
         row["records"] = os.path.relpath(row["records"], out)
     write_rows(out / "index.jsonl", rows)
-    return calibeval.report.collect(out / "index.jsonl", out, COLUMNS, "Demo")
+    return collect(out / "index.jsonl", out, COLUMNS, "Demo")

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 
 import studies
 from calibeval.io import InputError, sha256
-from calibeval.request import Strict
+from calibeval.validation import Strict
 
 
 class Model(Strict):

@@ -13,10 +13,10 @@ from tabulate import tabulate
 
 import studies
 from calibeval.io import write_text
-from calibeval.request import Strict
+from calibeval.validation import Strict
 from studies.sequence_sets import markov, sets
 
-# By the name of a kind of set of labelings, its score in `calibeval.conformal.nonconformity`. There
+# By the name of a kind of set of labelings, its score in `conformal.nonconformity`. There
 # `sets.labeling_sets` gives zeros as the random numbers of aps: the score of a labeling is then the
 # summed probability of it and of all likelier ones.
 SCORES = {"lac": "lac", "cumulative": "aps"}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from calibeval import conformal
+from calibeval.measures import conformal
 
 # For both kinds it is counted whether a set holds all right entities of its sentence. In EACH_ALONE
 # each entity by itself is to be held with probability 1 − α. In SIDAK several entities are to be

@@ -21,16 +21,9 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from calibeval import evaluations, stats
-from calibeval.measures import (
-    COMPARED_BY_SQUARE,
-    METRICS,
-    WITH_INTERVAL,
-    Sample,
-    Scores,
-    resamples,
-    rms,
-)
+from calibeval.measures import evaluations, stats
+from calibeval.measures.definitions import COMPARED_BY_SQUARE, METRICS, WITH_INTERVAL, rms
+from calibeval.measures.samples import Sample, Scores, resamples
 
 DRAWS = 199  # resamples a replication: `evaluations.quantile` keeps its level whatever their number
 POOL = 40_000  # questions that stand for the population
@@ -43,6 +36,15 @@ TEMPERATURE = 5.0
 ESTIMATES = tuple(WITH_INTERVAL)
 DIFFERENCES = ("rms_debiased", *ESTIMATES)  # the squared error itself has no interval
 BISECTIONS = 10
+
+
+class Population(Sample):
+    """Questions in shares, which are no whole numbers: of them metrics are expected values."""
+
+    @cached_property
+    def answers_up_to_level(self) -> np.ndarray:
+        """The shares at each level of confidence or below, (R, levels)."""
+        return self.by_level[0].cumsum(1)
 
 
 # The text of a world and of a cell seeds its replications: another field, or another name of one,
@@ -106,7 +108,7 @@ class World:
         exact = log_posteriors(self.shape, self.questions)
         n, choices = exact.shape
         every = Scores(np.repeat(stated, choices, 0), np.tile(np.arange(choices), n))
-        expected = Sample.weighted(every, np.exp(exact).reshape(1, -1))
+        expected = Population(every, np.exp(exact).reshape(1, -1))
         values = {name: METRICS[name](expected)[0] for name in WITH_INTERVAL if name != "aurc"}
         values["aurc"] = self._true_aurc(exact, stated)
         values["squared"] = rms(expected)[0] ** 2

@@ -12,18 +12,10 @@ from made_records import read_lines, write_lines, write_records
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
-from calibeval import (
-    __main__,
-    comparable,
-    engines,
-    evaluations,
-    prompts,
-    records,
-    scoring,
-    stats,
-)
+from calibeval import __main__, records
+from calibeval.ask import engines, prompts, scoring
+from calibeval.ask.request import EngineOptions, Request, ScoringName, Task
 from calibeval.io import InputError
-from calibeval.request import EngineOptions, Request, ScoringName, Task
 
 
 @pytest.fixture
@@ -267,9 +259,8 @@ def test_a_confidence_that_the_records_lack_is_named(two_runs):
 
 
 def test_every_public_name_is_there():
-    assert {name for name in calibeval.__all__ if callable(getattr(calibeval, name))} == set(
-        calibeval.__all__
-    )
+    functions = {name for name in calibeval.__all__ if callable(getattr(calibeval, name))}
+    assert functions == set(calibeval.__all__) - {"metrics"}
     assert set(calibeval.__all__) <= set(dir(calibeval))
     with pytest.raises(AttributeError, match="has no attribute 'scores'"):
         calibeval.scores  # noqa: B018
@@ -290,42 +281,6 @@ def test_the_command_line_has_every_option_of_a_request():
     options = vars(__main__.parser().parse_args(words))
     assert set(Request.model_fields) - {"tasks"} <= options.keys()
     assert set(Task.model_fields) - {"name"} <= options.keys()
-
-
-@pytest.mark.parametrize(
-    ("old", "module", "new"),
-    [
-        ("Run", evaluations, "Evaluation"),
-        ("load", evaluations, "load"),
-        ("consistency", evaluations, "floor_tests"),
-        ("samples", evaluations, "samples_of"),
-        ("same_prompts", comparable, "same_prompts"),
-    ],
-)
-def test_names_of_stats_that_moved_are_there_with_a_warning(old, module, new):
-    with pytest.warns(FutureWarning, match=f"calibeval.stats.{old} is {module.__name__}.{new} now"):
-        moved = getattr(stats, old)
-    assert moved is getattr(module, new)
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        getattr(stats, "nonsense")  # noqa: B009
-
-
-def test_the_number_of_clusters_is_there_by_its_former_name_with_a_warning(two_runs):
-    evaluation = evaluations.measure(two_runs[0], metrics=["accuracy"])
-    clustered = dataclasses.replace(evaluation, cluster="subject", subjects=12)
-    with pytest.warns(FutureWarning, match=r"Evaluation\.clusters is Evaluation\.cluster_count"):
-        assert clustered.clusters == 12
-
-
-@pytest.mark.parametrize(
-    ("former", "name"),
-    [("null_q95", "floor"), ("p", "p_calibrated"), ("p_none", "p_no_difference")],
-)
-def test_fields_of_an_estimate_are_there_by_their_former_names_with_a_warning(former, name):
-    estimate = stats.Estimate(0.1, **{name: 0.25})
-    with pytest.warns(FutureWarning, match=f"Estimate.{former} is Estimate.{name} now") as caught:
-        assert getattr(estimate, former) == 0.25
-    assert caught[0].filename == __file__
 
 
 def test_figures_by_subject(tmp_path, run):

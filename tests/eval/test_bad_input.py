@@ -15,8 +15,8 @@ from made_records import LETTERS_RECORD, mmlu_rows, write_csv
 
 from calibeval import score
 from calibeval.__main__ import parser
+from calibeval.ask.scoring import OTHER_OUT
 from calibeval.io import InputError, atomic_write
-from calibeval.scoring import OTHER_OUT
 
 
 def drop_a_choice(rows):

@@ -11,7 +11,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from calibeval import CalibrationCallback, evaluations, stats
+from calibeval import CalibrationCallback
+from calibeval.measures import evaluations, stats
 
 TOKENS = [[5 + i, 6, 7, 8 + i, 9] for i in range(12)]
 ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]

@@ -8,10 +8,11 @@ import pytest
 from made_records import read_lines
 from test_letters import piece_tokenizer
 
-from calibeval import chat, prompts, records, tasks
+from calibeval import records
+from calibeval.ask import chat, prompts, tasks
+from calibeval.ask.prompts import find_letters
+from calibeval.ask.request import Task
 from calibeval.io import InputError
-from calibeval.prompts import find_letters
-from calibeval.request import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 TULU = ROOT / "slurm" / "sweeps" / "training" / "chat_templates" / "tulu.jinja"

@@ -7,8 +7,10 @@ import pytest
 from made_records import read_lines, write_lines, write_records
 
 import calibeval
-from calibeval import evaluations, index, records
+from calibeval import records
 from calibeval.io import InputError
+from calibeval.measures import evaluations
+from calibeval.report import index
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import pytest
 from made_records import draw, write_records
 from scipy.stats import betabinom
 
-from calibeval import conformal, records
+from calibeval import records
 from calibeval.io import InputError
+from calibeval.measures import conformal
 
 
 def test_lac_scores_are_their_definition():

@@ -7,11 +7,11 @@ import pytest
 from made_records import log_probability, scored, write_lines
 from transformers import AutoTokenizer
 
-from calibeval import prompts, scoring, tasks
+from calibeval.ask import prompts, scoring, tasks
+from calibeval.ask.prompts import ContinuationScoring, Prompt
+from calibeval.ask.questions import Headers, Question, Subject
+from calibeval.ask.request import Task
 from calibeval.io import InputError
-from calibeval.prompts import ContinuationScoring, Prompt
-from calibeval.questions import Headers, Question, Subject
-from calibeval.request import Task
 
 ARC = [
     ("Which of the light mass is a force?", ["true cells", "the kings", "a law", "following"], "2"),

@@ -8,10 +8,12 @@ import pytest
 from made_records import read_lines, write_lines, write_records
 
 import calibeval
-from calibeval import diagnosis, evaluations, records
+from calibeval import records
 from calibeval.__main__ import main
-from calibeval.diagnosis import cross_fitted, described, readings
 from calibeval.io import InputError
+from calibeval.measures import evaluations
+from calibeval.report import diagnosis
+from calibeval.report.diagnosis import cross_fitted, described, readings
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +56,6 @@ def test_an_under_confident_model_is_told_not_to_smooth(models):
     assert "do not smooth" in check.sentences[-1]
     assert "If it was trained with smoothing, use a smaller β." in check.sentences[-1]
     assert diagnosis.TRIAL not in check.sentences[-1]
-
-
-def test_former_names_of_the_changes_still_work(models):
-    check = found(models, "calibrated", "sharp")
-    with pytest.warns(FutureWarning, match="Check.worsened is Check.change_by_tuning now"):
-        assert check.worsened == check.change_by_tuning
-    with pytest.warns(FutureWarning, match="Check.mended is Check.change_by_temperature now"):
-        assert check.mended == check.change_by_temperature
 
 
 def test_a_calibrated_model_is_left_alone(models):

@@ -10,12 +10,14 @@ import time
 
 import pytest
 
-from calibeval import evaluations, imports, task_files
 from calibeval.__main__ import main
+from calibeval.ask import task_files
+from calibeval.ask.request import Task
+from calibeval.ask.tasks import load
+from calibeval.imports import inspect_ai, lighteval, lm_eval
 from calibeval.io import InputError, finish, json_lines, parse_json, printable, read_text
-from calibeval.report import csv_text
-from calibeval.request import Task
-from calibeval.tasks import load
+from calibeval.measures import evaluations
+from calibeval.report.tables import csv_text
 
 DEEP = "[" * 200_000
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -98,8 +100,8 @@ def test_a_template_writes_no_endless_text(task_file):
 def test_texts_of_files_are_read_in_linear_time():
     brackets = "[" * 200_000
     assert task_files.clean_markers(f"a [b] {brackets}") == f"a {brackets}"
-    assert imports._bare(f"{' :' * 100_000}A{' :' * 100_000}") == "A"
-    assert imports._common_white_space([" " * 300_000 + "a"] * 2) == " " * 300_000
+    assert inspect_ai._bare(f"{' :' * 100_000}A{' :' * 100_000}") == "A"
+    assert lm_eval._common_white_space([" " * 300_000 + "a"] * 2) == " " * 300_000
 
 
 @pytest.mark.parametrize("place", ["../rows.jsonl", "a/../../rows.jsonl", "/etc/passwd"])
@@ -238,7 +240,7 @@ def test_pipes_terminals_and_huge_files_are_not_read(tmp_path):
         with pytest.raises(InputError, match="could not be read"):
             read_text(path)
     with pytest.raises(InputError, match="pipe or a device"):
-        imports.read_lighteval(pipe)
+        lighteval.read_lighteval(pipe)
     for read in (evaluations.load, read_text):
         with pytest.raises(InputError, match="is larger than"):
             read(huge)

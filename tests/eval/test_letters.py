@@ -4,9 +4,9 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from calibeval.ask.prompts import Branches, encode, find_letters
+from calibeval.ask.questions import LETTERS
 from calibeval.io import InputError
-from calibeval.prompts import Branches, encode, find_letters
-from calibeval.questions import LETTERS
 
 CONTEXT = "light mass\nAnswer:"
 # What a SentencePiece-like tokenizer needs to spell the context and four letters.

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from made_records import read_lines, write_lines
 
-from calibeval import prompts, records, tasks
-from calibeval.request import Task
+from calibeval import records
+from calibeval.ask import prompts, tasks
+from calibeval.ask.request import Task
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

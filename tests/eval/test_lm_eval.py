@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from made_records import read_lines, write_lines
 
-from calibeval import records, task_files, tasks
-from calibeval.imports import lm_eval_row
+from calibeval import records
+from calibeval.ask import task_files, tasks
+from calibeval.ask.request import Task
+from calibeval.imports.lm_eval import lm_eval_row
 from calibeval.io import sha256
-from calibeval.request import Task
 
 # Which choice each of lm-eval's metrics takes: the greatest by this normalization.
 NORMALIZATION_OF_METRIC = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}

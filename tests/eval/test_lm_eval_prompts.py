@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from made_records import read_lines, write_lines
 
-from calibeval import chat, prompts, tasks
-from calibeval.request import Task
-from calibeval.scoring import fit_prompts
+from calibeval.ask import chat, prompts, tasks
+from calibeval.ask.request import Task
+from calibeval.ask.scoring import fit_prompts
 
 pytestmark = pytest.mark.slow
 for name in ("lm_eval", "trl"):

@@ -13,8 +13,9 @@ import pytest
 import torch
 from made_records import draw
 
-from calibeval import measures, metrics
-from calibeval.measures import Sample, Scores
+from calibeval import metrics
+from calibeval.measures import definitions
+from calibeval.measures.samples import Sample, Scores
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,7 @@ def test_uncertainty_calibrations_ece(n, sharpness):
     calibration = pytest.importorskip("calibration")
     stated, labels = draw(n, sharpness, 3)
     expected = calibration.get_ece(np.exp(stated), labels, num_bins=15)
-    assert measures.ece(Sample.observed(Scores(stated, labels)))[0] == pytest.approx(
+    assert definitions.ece(Sample.observed(Scores(stated, labels)))[0] == pytest.approx(
         expected, abs=1e-9
     )
 
@@ -53,7 +54,7 @@ def test_uncertainty_calibrations_debiased_error(n, sharpness):
     logprobs = np.log(np.stack([p, np.minimum(p, 1 - p) / 2], 1))
     rounded = Scores(logprobs, np.where(y == 1, 0, 1))
     expected = max(unbiased_square_ce(filled), 0)
-    found = measures.rms_debiased(Sample.observed(rounded))[0] ** 2
+    found = definitions.rms_debiased(Sample.observed(rounded))[0] ** 2
     assert found == pytest.approx(expected, abs=1e-12)
 
 
@@ -62,7 +63,7 @@ def test_scikit_learns_log_loss(n, sharpness):
     metrics = pytest.importorskip("sklearn.metrics")
     stated, labels = draw(n, sharpness, 5)
     expected = metrics.log_loss(labels, np.exp(stated), labels=range(4))
-    assert measures.nll(Sample.observed(Scores(stated, labels)))[0] == pytest.approx(
+    assert definitions.nll(Sample.observed(Scores(stated, labels)))[0] == pytest.approx(
         expected, abs=1e-9
     )
 
@@ -72,14 +73,14 @@ def test_scikit_learns_auroc(n, sharpness):
     metrics = pytest.importorskip("sklearn.metrics")
     scores = Scores(*draw(n, sharpness, 5))
     expected = metrics.roc_auc_score(scores.correct, scores.confidence)
-    assert measures.auroc(Sample.observed(scores))[0] == pytest.approx(expected, abs=1e-12)
+    assert definitions.auroc(Sample.observed(scores))[0] == pytest.approx(expected, abs=1e-12)
 
 
 @cases
 def test_brier_is_its_definition(n, sharpness):
     stated, labels = draw(n, sharpness, 5)
     expected = ((np.exp(stated) - np.eye(4)[labels]) ** 2).sum(1).mean()
-    assert measures.brier(Sample.observed(Scores(stated, labels)))[0] == pytest.approx(
+    assert definitions.brier(Sample.observed(Scores(stated, labels)))[0] == pytest.approx(
         expected, abs=1e-12
     )
 
@@ -99,9 +100,11 @@ def test_hendrycks(n, sharpness, monkeypatch):
     probs[::7] = [0.5, 0.2, 0.2, 0.1]
     scores = Scores(np.log(probs), labels)
     expected = calib_tools.rmsce(scores.correct.astype(int), scores.confidence)
-    assert measures.rms_hendrycks(Sample.observed(scores))[0] == pytest.approx(expected, abs=1e-12)
+    assert definitions.rms_hendrycks(Sample.observed(scores))[0] == pytest.approx(
+        expected, abs=1e-12
+    )
     expected = calib_tools.ece(labels, probs, num_bins=15)
-    assert measures.ece(Sample.observed(scores))[0] == pytest.approx(expected, abs=1e-12)
+    assert definitions.ece(Sample.observed(scores))[0] == pytest.approx(expected, abs=1e-12)
 
 
 @cases
@@ -114,12 +117,12 @@ def test_relplots_smooth_ece(n, sharpness):
     p = sample.scores.confidence
     y = sample.scores.correct
     expected, expected_bandwidth = relplot.smECE(p, y, return_width=True)
-    error, bandwidth = measures.smooth_ece_at(sample)
+    error, bandwidth = definitions.smooth_ece_at(sample)
     assert error[0] == pytest.approx(expected, abs=1e-9)
     assert bandwidth[0] == expected_bandwidth
     mesh = np.linspace(0, 1, 101)
     above_diagonal, _ = ReflectedGaussianKernel(expected_bandwidth).smooth(p, y - p, mesh)
-    curve = measures.smooth_curve(sample, expected_bandwidth, mesh)[0]
+    curve = definitions.smooth_curve(sample, expected_bandwidth, mesh)[0]
     assert curve == pytest.approx(mesh + above_diagonal, abs=1e-9)
 
 
@@ -133,7 +136,7 @@ def test_isotonic_regression(n, sharpness):
         p = sample.scores.confidence
         fitted = isotonic.IsotonicRegression().fit_transform(p, sample.scores.correct)
         expected = fitted[sample.scores.order]
-        assert measures.isotonic_fit(sample)[0] == pytest.approx(expected, abs=1e-9)
+        assert definitions.isotonic_fit(sample)[0] == pytest.approx(expected, abs=1e-9)
 
 
 @cases

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from calibeval import evaluations, measures, squared_error
-from calibeval.measures import METRICS, WITH_FLOOR, WITH_INTERVAL, Sample, Scores, resamples
+from calibeval.measures import definitions, evaluations, samples, squared_error
+from calibeval.measures.definitions import METRICS, WITH_FLOOR, WITH_INTERVAL
+from calibeval.measures.samples import Sample, Scores, resamples
 
 
 def draw(
@@ -44,7 +45,7 @@ def test_ece_is_its_definition(n):
     scores = scored(probs, labels)
     bin_of = np.minimum((scores.confidence * 15).astype(int), 14)  # 1 is in the last bin
     gaps = [(scores.correct - scores.confidence)[bin_of == b].sum() for b in range(15)]
-    assert measures.ece(Sample.observed(scores))[0] == pytest.approx(
+    assert definitions.ece(Sample.observed(scores))[0] == pytest.approx(
         np.abs(gaps).sum() / n, abs=1e-12
     )
 
@@ -102,7 +103,7 @@ OF_LABELS = ("nll", "brier", "ece_classwise")
 def test_simulated_answers_are_read_and_not_the_observed_ones(name):
     """For a floor, the same questions are read with other answers: a constant would be no test."""
     scores = scored(*draw(300, 3, calibrated=False))
-    (simulated,) = measures.simulated_answers(scores, 8)
+    (simulated,) = samples.simulated_answers(scores, 8)
     if name in OF_LABELS:
         with pytest.raises(ValueError, match="a metric that needs that has no floor"):
             METRICS[name](simulated)
@@ -115,10 +116,10 @@ def test_simulated_answers_are_read_and_not_the_observed_ones(name):
 
 
 def test_a_metric_that_reads_the_observed_answers_is_told():
-    observed_accuracy = measures.Metric(
+    observed_accuracy = definitions.Metric(
         lambda sample: sample.mean(sample.scores.correct), "higher", "floor", "Acc"
     )
-    (simulated,) = measures.simulated_answers(scored(*draw(300, 3)), 8)
+    (simulated,) = samples.simulated_answers(scored(*draw(300, 3)), 8)
     with pytest.raises(ValueError, match=r"returned shape \(1,\) of 8 samples; expected \(8,\)"):
         observed_accuracy(simulated)
 
@@ -157,12 +158,12 @@ def test_auroc_is_its_definition():
     right = scores.confidence[scores.correct == 1][:, None]
     wrong = scores.confidence[scores.correct == 0]
     expected = (right > wrong).mean() + (right == wrong).mean() / 2
-    assert measures.auroc(Sample.observed(scores))[0] == pytest.approx(expected)
+    assert definitions.auroc(Sample.observed(scores))[0] == pytest.approx(expected)
 
 
 def test_auroc_of_equal_confidences_is_one_half():
     alike = scored(np.full((10, 2), 0.5), np.array([0, 1] * 5))
-    assert measures.auroc(Sample.observed(alike))[0] == 0.5
+    assert definitions.auroc(Sample.observed(alike))[0] == 0.5
 
 
 def test_debiased_square_is_right_in_the_mean_also_where_confidences_differ_in_a_bin():
@@ -179,14 +180,14 @@ def test_debiased_square_is_right_in_the_mean_also_where_confidences_differ_in_a
 
 def test_a_bin_of_one_question_counts_as_nothing():
     one = scored(np.array([[0.9, 0.1], [0.6, 0.4], [0.6, 0.4]]), np.array([1, 0, 1]))
-    assert measures.rms_debiased(Sample.observed(one))[0] == 0
-    assert measures.rms(Sample.observed(one))[0] > 0
+    assert definitions.rms_debiased(Sample.observed(one))[0] == 0
+    assert definitions.rms(Sample.observed(one))[0] > 0
 
 
 def test_nll_of_a_probability_below_the_smallest_number():
     scores = Scores(np.array([[-800.0, 0.0], [0.0, -800.0]]), np.array([0, 0]))
-    assert measures.nll(Sample.observed(scores))[0] == 400
-    assert np.isfinite(measures.brier(Sample.observed(scores))[0])
+    assert definitions.nll(Sample.observed(scores))[0] == 400
+    assert np.isfinite(definitions.brier(Sample.observed(scores))[0])
 
 
 def test_resamples_draw_as_many_questions_and_repeat():
@@ -212,7 +213,7 @@ def test_aurc_is_its_definition():
     scores = scored(*draw(300))
     wrong = 1 - scores.correct[np.argsort(-scores.confidence)]
     risks = wrong.cumsum() / np.arange(1, 301)
-    assert measures.aurc(Sample.observed(scores))[0] == pytest.approx(risks.mean(), abs=1e-12)
+    assert definitions.aurc(Sample.observed(scores))[0] == pytest.approx(risks.mean(), abs=1e-12)
 
 
 def test_aurc_of_equal_confidences_is_the_mean_over_their_orders():
@@ -220,20 +221,20 @@ def test_aurc_of_equal_confidences_is_the_mean_over_their_orders():
     rounded = np.round(probs, 1)
     scores = scored(rounded / rounded.sum(1, keepdims=True), labels)
     expected = aurc_over_random_orders(scores)
-    assert measures.aurc(Sample.observed(scores))[0] == pytest.approx(expected, abs=2e-3)
+    assert definitions.aurc(Sample.observed(scores))[0] == pytest.approx(expected, abs=2e-3)
 
 
 def test_murphys_parts_add_up_to_the_brier_score():
     sample = Sample.observed(scored(*draw(500, calibrated=False)))
     score = ((sample.scores.confidence - sample.correct) ** 2).mean()
     share = sample.correct.mean()
-    parts = measures.mcb(sample)[0] - measures.dsc(sample)[0]
+    parts = definitions.mcb(sample)[0] - definitions.dsc(sample)[0]
     assert parts + share * (1 - share) == pytest.approx(score, abs=1e-12)
 
 
 def test_recalibration_increases_with_the_confidence():
     sample = Sample.observed(scored(*draw(500, calibrated=False)))
-    assert (np.diff(measures.isotonic_fit(sample)[0]) >= 0).all()
+    assert (np.diff(definitions.isotonic_fit(sample)[0]) >= 0).all()
 
 
 def renormalised(probs: np.ndarray, labels: np.ndarray, mass: np.ndarray) -> Scores:
@@ -250,11 +251,11 @@ def test_equal_choices_are_ties_whatever_rounding_leaves():
     scores = renormalised(np.full((1000, 5), 0.2), labels, rng.uniform(0.3, 1, 1000))
     assert len(np.unique(scores.confidence)) > 1
     sample = Sample.observed(scores)
-    assert measures.auroc(sample)[0] == 0.5
+    assert definitions.auroc(sample)[0] == 0.5
     assert (sample.bins.count[0] > 0).sum() == 1
-    assert measures.rms(sample)[0] == pytest.approx(abs(scores.correct.mean() - 0.2))
-    assert measures.aurc(sample)[0] == pytest.approx(1 - scores.correct.mean())
-    assert np.ptp(measures.isotonic_fit(sample)) == 0
+    assert definitions.rms(sample)[0] == pytest.approx(abs(scores.correct.mean() - 0.2))
+    assert definitions.aurc(sample)[0] == pytest.approx(1 - scores.correct.mean())
+    assert np.ptp(definitions.isotonic_fit(sample)) == 0
 
 
 @pytest.mark.parametrize("choices", [2, 3, 4, 5, 6, 10, 15])
@@ -273,8 +274,10 @@ def test_hendrycks_bins_do_not_split_equal_confidences():
     labels = rng.integers(0, 2, 1000)
     exact = scored(np.full((1000, 2), 0.5), labels)
     rounded = renormalised(np.full((1000, 2), 0.5), labels, rng.uniform(0.3, 1, 1000))
-    expected = measures.rms_hendrycks(Sample.observed(exact))[0]
-    assert measures.rms_hendrycks(Sample.observed(rounded))[0] == pytest.approx(expected, abs=1e-9)
+    expected = definitions.rms_hendrycks(Sample.observed(exact))[0]
+    assert definitions.rms_hendrycks(Sample.observed(rounded))[0] == pytest.approx(
+        expected, abs=1e-9
+    )
 
 
 def test_memory_grows_with_the_questions_and_no_faster():
@@ -296,24 +299,6 @@ def test_a_sample_may_hold_more_answers_than_there_are_questions():
         assert METRICS[name](twice)[0] == pytest.approx(
             METRICS[name](Sample.observed(doubled))[0]
         ), name
-
-
-def test_weights_are_no_counts():
-    """AUROC of a population was that of its weights cut to whole numbers: of no answers at all."""
-    scores = scored(*draw(60))
-    rng = np.random.default_rng(4)
-    counts = rng.integers(0, 5, (3, 60))
-    shares = counts / 4
-    for name in WITH_INTERVAL:
-        if name != "aurc":
-            expected = METRICS[name](Sample.resampled(scores, counts))
-            assert METRICS[name](Sample.weighted(scores, shares)) == pytest.approx(expected), name
-    with pytest.raises(ValueError, match="weighted answers have no k surest"):
-        measures.aurc(Sample.weighted(scores, shares))
-    with pytest.raises(ValueError, match="weighted answers tell no noise"):
-        measures.rms_debiased(Sample.weighted(scores, shares))
-    with pytest.raises(ValueError, match=r"not whole numbers; Sample\.weighted takes others"):
-        Sample.resampled(scores, shares)
 
 
 @pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.is_mean])
@@ -354,7 +339,7 @@ def test_very_many_questions_are_drawn_and_answered_as_many_are(monkeypatch):
     draws = {}
     floors = {}
     for many in (20_000, 20_001):
-        monkeypatch.setattr(measures, "MANY_QUESTIONS", many)
+        monkeypatch.setattr(samples, "MANY_QUESTIONS", many)
         observed = {"choices": Sample.observed(scores)}
         found, squares = evaluations.resampled_metrics(observed)
         draws[many] = {**found["choices"], "square": squares["choices"]["rms_debiased"].gap_part}

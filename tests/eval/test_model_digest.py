@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from calibeval import model_digest
+from calibeval.ask import model_digest
 
 WEIGHTS_BYTES = 4 << 20
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from made_records import LETTERS_RECORD, write_lines
+from made_records import LETTERS_RECORD, write_lines, write_records
 
 from calibeval import records
 from calibeval.io import InputError
@@ -44,6 +44,42 @@ def test_probabilities_that_cannot_be(tmp_path, changes, expected):
     file = write_lines(tmp_path / "r.jsonl", [LETTERS_RECORD | changes])
     with pytest.raises(InputError, match=expected):
         records.read(file)
+
+
+def test_bins_of_one_question_are_counted(tmp_path, run):
+    """One answer of confidence 0.5 among a hundred of 0.9: its gap's noise is not known."""
+    rows = []
+    for number in range(100):
+        answer = {"label": int(number % 10 == 0), "logprobs": np.log([0.9, 0.1]).tolist()}
+        rows.append(LETTERS_RECORD | answer | {"id": str(number), "letter_mass": 1.0})
+    plain = write_lines(tmp_path / "plain.jsonl", rows)
+    assert "leaves out" not in run("metrics", plain).out
+    rows[0]["logprobs"] = np.log([0.55, 0.45]).tolist()
+    lone = write_lines(tmp_path / "lone.jsonl", rows)
+    expected = "rms_debiased leaves out bins of one question, which do not tell their noise: "
+    expected += "1 among the choices, 1 among all tokens"
+    assert expected in run("metrics", lone).out.splitlines()
+    assert "leaves out" not in run("metrics", lone, "--metrics", "ece").out
+    assert f"B: {expected}" in run("compare", plain, lone).out.splitlines()
+    assert json.loads(run("metrics", lone, "--json").out)["bins_of_one"]["choices"] == 1
+
+
+def test_some_metrics_alone_are_printed(tmp_path, run, refused):
+    file = write_records(tmp_path / "r.jsonl", n=100)
+    both = run("metrics", file, "--metrics", "ece", "nll").out.splitlines()[2:]
+    every = run("metrics", file).out.splitlines()
+    assert [line.split()[0] for line in both[:2]] == ["nll", "ece"]
+    values = {line.split()[0]: line.split()[1:] for line in every}
+    assert all(values[line.split()[0]] == line.split()[1:] for line in both[:2])
+    assert "no 'eec'; expected accuracy, nll" in refused("metrics", file, "--metrics", "eec")
+
+
+def test_what_pydantic_does_not_parse_is_read_all_the_same(tmp_path):
+    """A key of another program holds half of a surrogate pair, which JSON can spell."""
+    line = json.dumps(LETTERS_RECORD | {"comment": "\ud800"})
+    file = tmp_path / "r.jsonl"
+    file.write_text(f"{line}\n")
+    assert records.read(file).ids == [LETTERS_RECORD["id"]]
 
 
 def test_ties_are_counted(tmp_path, run):

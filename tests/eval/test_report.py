@@ -13,8 +13,9 @@ import pytest
 from made_records import read_lines, write_lines, write_records
 from matplotlib.image import imread
 
-from calibeval import evaluations, figures, index, report, stats
 from calibeval.io import InputError
+from calibeval.measures import evaluations, stats
+from calibeval.report import figures, index, tables
 
 # (records, β, seed, sharpness): a model before fine-tuning and two β, two seeds each.
 GRID = [
@@ -176,7 +177,7 @@ def test_a_table_warns_of_little_letter_mass(two_tables):
 
 
 def test_columns_are_read_from_text():
-    chosen = report.read_columns("nll, ece_signed,ece@vocabulary,auroc,nll")
+    chosen = tables.read_columns("nll, ece_signed,ece@vocabulary,auroc,nll")
     headings = [column.heading for column in chosen]
     assert headings == ["NLL ↓", "signed ECE", "ECE, all tokens ↓", "AUROC ↑"]
 
@@ -184,7 +185,7 @@ def test_columns_are_read_from_text():
 @pytest.mark.parametrize("wrong", ["eec", "ece@letters"])
 def test_unknown_columns_are_refused(wrong):
     with pytest.raises(InputError, match=f"--columns: no {wrong!r}; expected accuracy"):
-        report.read_columns(f"nll,{wrong}")
+        tables.read_columns(f"nll,{wrong}")
 
 
 @pytest.mark.parametrize(
@@ -196,22 +197,22 @@ def test_unknown_columns_are_refused(wrong):
     ],
 )
 def test_a_printed_interval_shows_on_which_side_of_0_it_is(ends, interval):
-    cell = report.difference_cell(stats.Estimate(sum(ends) / 2, *ends), "rms_debiased")
+    cell = tables.difference_cell(stats.Estimate(sum(ends) / 2, *ends), "rms_debiased")
     assert cell.interval == interval
 
 
 def test_bold_is_what_survives_among_all_comparisons(project, tmp_path):
     """Each cell by itself was bold: of twelve pairs of equals some one in eight tables of ten."""
     results = index.read(project(datasets=("toy", "other")))
-    columns = report.read_columns("accuracy,brier,auroc,ece@vocabulary")
-    table = report.difference_table(results, columns)
+    columns = tables.read_columns("accuracy,brier,auroc,ece@vocabulary")
+    table = tables.difference_table(results, columns)
     cells = [cell for line in table.lines for cell in line.cells]
     p_values = []
     for line in table.lines:
         base = results.reference(line.row)
         for group in results.data_sets:
-            pairing = report.pair(base, line.row, group)
-            for column in report._difference_columns(columns):
+            pairing = tables.pair(base, line.row, group)
+            for column in tables._difference_columns(columns):
                 p_values.append(pairing.difference(column).p_no_difference)
     assert [cell.bold for cell in cells] == stats.holm(p_values)
     assert sum(p is not None and p < 0.05 for p in p_values) >= sum(cell.bold for cell in cells) > 0
@@ -304,14 +305,14 @@ def test_tables_say_what_was_resampled(project, tmp_path, run):
 
 def test_notes_are_of_what_the_table_has(project):
     """† was explained under tables without ECE, and seeds under tables of single runs."""
-    seeds = report.main_table(index.read(project()), report.read_columns("accuracy,ece"))
+    seeds = tables.main_table(index.read(project()), tables.read_columns("accuracy,ece"))
     assert any("† ECE" in note for note in seeds.notes)
     assert any("over questions and seeds," in note for note in seeds.notes)
     single = index.read(project())
     for row in single.rows:
         (first, *_) = row.evaluations["toy"].items()
         row.evaluations["toy"] = dict([first])
-    notes = report.main_table(single, report.read_columns("accuracy")).notes
+    notes = tables.main_table(single, tables.read_columns("accuracy")).notes
     assert not any("†" in note for note in notes)
     assert any("95 % interval over questions," in note for note in notes)
 
@@ -319,8 +320,8 @@ def test_notes_are_of_what_the_table_has(project):
 def test_a_metric_without_a_better_direction_is_not_compared(project):
     """`compare` leaves the signed ECE out of Holm's family, and the table counted it."""
     results = index.read(project())
-    without = report.difference_table(results, report.read_columns("accuracy"))
-    table = report.difference_table(results, report.read_columns("accuracy,ece_signed"))
+    without = tables.difference_table(results, tables.read_columns("accuracy"))
+    table = tables.difference_table(results, tables.read_columns("accuracy,ece_signed"))
     (place,) = [i for i, head in enumerate(table.heads) if head.startswith("signed ECE")]
     assert not any(line.cells[place].bold for line in table.lines)
     assert any(line.cells[place].interval for line in table.lines)
@@ -333,7 +334,7 @@ def test_texts_by_length_say_whose_calibration_it_is(project, tmp_path):
     by_length = {"scoring": "continuation", "normalise": "characters", "characters": [3, 4, 5, 6]}
     for file in tmp_path.glob("other-*.jsonl"):
         write_lines(file, [{**row, **by_length} for row in read_lines(file)])
-    table = report.main_table(index.read(path), report.read_columns("accuracy,ece"))
+    table = tables.main_table(index.read(path), tables.read_columns("accuracy,ece"))
     expected = "other: texts are compared by log-probability by characters"
     assert any(expected in note for note in table.notes)
 
@@ -354,7 +355,7 @@ def test_a_difference_is_paired_by_the_seeds_that_both_rows_have(beta, of_a, of_
     """A failed run left no trace in the table."""
     a = index.TableRow({"label_smoothing": 0}, (), {}, {"toy": {seed: seed for seed in of_a}})
     b = index.TableRow({"label_smoothing": beta}, (), {}, {"toy": {seed: seed for seed in of_b}})
-    assert report.pair(a, b, "toy") == report.Pairing(*expected)
+    assert tables.pair(a, b, "toy") == tables.Pairing(*expected)
 
 
 def test_only_training_data_have_short_names():
@@ -369,7 +370,7 @@ def test_only_training_data_have_short_names():
 def differences(project):
     """The index's results and their table of differences."""
     results = index.read(project())
-    table = report.difference_table(results, report.read_columns("accuracy,ece"))
+    table = tables.difference_table(results, tables.read_columns("accuracy,ece"))
     return results, table
 
 
@@ -458,14 +459,14 @@ def test_another_models_examples_may_be_dropped_to_fit(
 def test_latex_keeps_the_asterisks_of_a_name(project):
     """Whatever looked like Markdown's bold was taken out, in labels too."""
     results = index.read(project(lambda line: {**line, "model": "a**b"}))
-    assert "a**b" in report.main_table(results, report.read_columns("accuracy")).latex()
+    assert "a**b" in tables.main_table(results, tables.read_columns("accuracy")).latex()
 
 
 def test_latex_compiles(project, tmp_path):
     model = "a_1 & 50 % {Übung} “C:\\x” [a]"
     results = index.read(project(lambda line: {**line, "model": model}))
-    columns = report.read_columns("accuracy,ece@vocabulary")
-    made = report.difference_table(results, columns).latex()
+    columns = tables.read_columns("accuracy,ece@vocabulary")
+    made = tables.difference_table(results, columns).latex()
     assert r"a\_1 \& 50 \% \{Übung\}" in made
     assert r"\toprule" in made
     assert "**" not in made
@@ -534,7 +535,7 @@ def without_mass(project, tmp_path):
 
 
 def test_a_table_leaves_out_what_has_no_reading_among_all_tokens(without_mass):
-    table = report.main_table(without_mass, report.read_columns("ece@vocabulary")).markdown()
+    table = tables.main_table(without_mass, tables.read_columns("ece@vocabulary")).markdown()
     _, *body = rows_of(table)
     assert [row[3] == "–" for row in body] == [True, True, False]
 
@@ -577,7 +578,7 @@ def test_curves_of_seeds_are_averaged(project):
 @pytest.fixture
 def page(project, tmp_path):
     """The text of a page with tables, figures and a section of its own."""
-    report.collect(project(), tmp_path / "out", title="A < B", sections=["<h2>Runs</h2>"])
+    tables.collect(project(), tmp_path / "out", title="A < B", sections=["<h2>Runs</h2>"])
     return (tmp_path / "out" / "report.html").read_text()
 
 

@@ -10,17 +10,18 @@ import sys
 import pytest
 from made_records import LETTERS_RECORD, mmlu_rows, read_lines, write_csv, write_lines
 
-from calibeval import engines, scoring
-from calibeval import store as store_module
 from calibeval.__main__ import main
+from calibeval.ask import engines, scoring
+from calibeval.ask.request import Task
 from calibeval.io import InputError
-from calibeval.request import Task
-from calibeval.store import Store
+from calibeval.records import store as store_module
+from calibeval.records.store import Store
 
 # The command line, which dies after so many records: its first argument.
 DIES = """
 import os, signal, sys
-from calibeval import __main__, scoring
+from calibeval import __main__
+from calibeval.ask import scoring
 
 records_left = int(sys.argv.pop(1))
 make_record = scoring.make_record
@@ -310,7 +311,7 @@ def test_an_engines_error_is_not_told_as_the_disks(store):
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from calibeval.store import Store
+from calibeval.records.store import Store
 
 row = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
 store = Store(Path(sys.argv[1]), {})

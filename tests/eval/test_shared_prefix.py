@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from calibeval.engines import Job
-from calibeval.engines.hf import BatchLimits, TransformersEngine
-from calibeval.engines.hf_model import allows_trees
+from calibeval.ask.engines import Job
+from calibeval.ask.engines.hf import BatchLimits, TransformersEngine
+from calibeval.ask.engines.hf_model import allows_trees
 
 VOCABULARY = 90
 SMALL = {

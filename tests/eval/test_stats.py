@@ -13,9 +13,11 @@ from made_records import read_lines, write_lines, write_records
 from scipy.stats import binomtest
 
 import calibeval
-from calibeval import evaluations, index, measures, records, squared_error, stats
+from calibeval import records
 from calibeval.io import InputError
-from calibeval.measures import Sample, scores_of_records
+from calibeval.measures import definitions, evaluations, squared_error, stats
+from calibeval.measures.samples import Sample, scores_of_records
+from calibeval.report import index
 
 
 def difference(metric: str, a: evaluations.Evaluation, b: evaluations.Evaluation) -> stats.Estimate:
@@ -362,8 +364,8 @@ def test_a_metric_in_a_module_of_its_own_is_part_of_the_code(monkeypatch, tmp_pa
     source.write_text("def share(sample):\n    return sample.mean(sample.correct)\n")
     monkeypatch.syspath_prepend(tmp_path)
     share = importlib.import_module("my_metrics").share
-    metric = measures.Metric(share, "higher", "interval", "share")
-    monkeypatch.setitem(measures.METRICS, "share", metric)
+    metric = definitions.Metric(share, "higher", "interval", "share")
+    monkeypatch.setitem(definitions.METRICS, "share", metric)
     evaluations.code_digest.cache_clear()
     try:
         assert evaluations.code_digest() != before
@@ -501,7 +503,7 @@ def test_p_is_below_5_percent_where_the_interval_leaves_out_0(seeds, by_subject)
     for cluster in (None, "subject"):
         pairs.append(tuple([evaluations.load(path, cluster=cluster)] for path in by_subject))
     for a, b in pairs:
-        for metric in measures.WITH_INTERVAL:
+        for metric in definitions.WITH_INTERVAL:
             found = stats.difference(a, b, metric, "choices")
             assert (found.p_no_difference < 0.05) == found.significant, metric
 
@@ -678,10 +680,11 @@ def test_other_right_answers_are_refused(tmp_path, refused):
 
 def test_metrics_prints_them_all(tmp_path, run):
     printed = run("metrics", write_records(tmp_path / "a.jsonl", n=100)).out
-    *table, about = printed.splitlines()[2:]
+    *table, about, left_out = printed.splitlines()[2:]
     assert [line.split()[0] for line in table] == list(stats.METRICS)
     assert "floor" in printed
     assert about == "[low, high]: 95 % intervals over resamples of the questions"
+    assert left_out.startswith("rms_debiased leaves out bins of one question")
 
 
 MEMORY_OF_METRICS = """

@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 from made_records import write_lines
 
-from calibeval import prompts, task_files, tasks
+from calibeval.ask import prompts, task_files, tasks
+from calibeval.ask.questions import Subject
+from calibeval.ask.request import Task
+from calibeval.ask.task_files import clean_markers
 from calibeval.io import InputError
-from calibeval.questions import Subject
-from calibeval.request import Task
-from calibeval.task_files import clean_markers
 from calibeval.validation import checked
 
 
@@ -452,13 +452,6 @@ def test_a_file_is_chosen_by_language_without_a_configuration_too(tmp_path):
         load(str(task), tmp_path)
 
 
-def test_a_task_files_former_key_still_works(tmp_path):
-    task = tmp_path / "own.yaml"
-    task.write_text("examples: {split: train, asked_file_will_do: true}\n")
-    with pytest.warns(FutureWarning, match="is examples.else_first_asked now"):
-        assert task_files.read(str(task)).examples.else_first_asked
-
-
 def test_a_subject_is_part_of_a_files_name_and_not_of_a_folders(tmp_path):
     """The files were not found, and it was said that there was no folder named *."""
     task = tmp_path / "own.yaml"
@@ -568,8 +561,6 @@ def test_builtin_tasks_know_their_data():
     assert Task(task="piqa").data == "hub:baber/piqa"
     assert tasks.splits_of("mmlu") == ("test", "val")
     assert tasks.splits_of("jsonl") is None
-    with pytest.warns(FutureWarning, match=r"SPLITS is calibeval\.tasks\.splits_of\(task\) now"):
-        assert tasks.SPLITS["mmlu"] == ("test", "val")
     for name in task_files.BUILTIN_NAMES:
         assert task_files.read(name).row is not None
 

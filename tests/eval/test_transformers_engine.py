@@ -9,11 +9,11 @@ import torch
 import transformers
 from made_records import log_probability, scored
 
-from calibeval import prompts, scoring, tasks
-from calibeval.engines import load_config, load_tokenizer, prompt_limit
-from calibeval.engines.hf_model import load_model
+from calibeval.ask import prompts, scoring, tasks
+from calibeval.ask.engines import load_config, load_tokenizer, prompt_limit
+from calibeval.ask.engines.hf_model import load_model
+from calibeval.ask.request import Task
 from calibeval.io import InputError
-from calibeval.request import Task
 
 
 @pytest.fixture

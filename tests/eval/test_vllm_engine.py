@@ -174,8 +174,8 @@ def test_chats(tiny_model, mmlu, tmp_path, score_with_both, scoring):
 ORDER_SCRIPT = """
 import random
 import sys
-from calibeval.engines import Job
-from calibeval.engines.vllm import VllmEngine
+from calibeval.ask.engines import Job
+from calibeval.ask.engines.vllm import VllmEngine
 
 def main(model):
     rng = random.Random(2)
@@ -213,9 +213,9 @@ def test_scores_of_texts_do_not_depend_on_their_order(tiny_model, tmp_path):
 BFLOAT16_SCRIPT = """
 import torch; torch.cpu._init_amx()
 import sys
-from calibeval.engines import Job
-from calibeval.engines.hf import TransformersEngine
-from calibeval.engines.vllm import VllmEngine
+from calibeval.ask.engines import Job
+from calibeval.ask.engines.hf import TransformersEngine
+from calibeval.ask.engines.vllm import VllmEngine
 
 def main(model):
     branches = ((8,), (9,), (10, 11), (12, 9))

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from sweep_tools import PROJECT, command, launch
 
 from calibeval.io import InputError
-from calibeval.request import Strict
+from calibeval.validation import Strict
 from sweeps import cli
 from sweeps.runs import files
 from sweeps.runs.grid import plan_sweep

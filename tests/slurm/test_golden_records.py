@@ -17,8 +17,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-import calibeval.report
 from calibeval import records
+from calibeval.report import figures
 from sweeps.results import collect
 from sweeps.runs import scoring
 from sweeps.runs.grid import SweepPlan, plan_sweep
@@ -117,7 +117,7 @@ def read_markdown(path: Path) -> list[dict]:
 def test_the_tables_are_the_golden_ones(name, tmp_path, monkeypatch):
     """Row by row in their order; columns and tables may be added."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(calibeval.report.figures, "draw", lambda *_: [])  # takes most of the time
+    monkeypatch.setattr(figures, "draw", lambda *_: [])  # takes most of the time
     made = tables(name, tmp_path)
     files = sorted(GOLDEN.glob(f"{name}.*.csv"))
     assert files

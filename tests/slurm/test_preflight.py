@@ -15,9 +15,9 @@ import yaml
 from sweep_tools import PROJECT, command, launch, prepare
 
 from calibeval import records
+from calibeval.ask.request import Task
 from calibeval.io import InputError
-from calibeval.request import Task
-from calibeval.store import part_of
+from calibeval.records.store import part_of
 from sweeps.launch import assets, preflight, slurm
 from sweeps.runs import scoring
 from sweeps.runs.conversations import conversation

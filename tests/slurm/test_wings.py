@@ -20,18 +20,35 @@ from sweeps.runs.backend_modules import built_in_backends
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster
 
-PACKAGE = Path(sweeps.__file__).parent
-# wing: the other wings that its modules may import. cli.py stands above all of them.
+# package: {wing: the other wings that its modules may import}.
 MAY_IMPORT = {
-    "runs": set(),
-    "training": {"runs"},
-    "launch": {"runs"},
-    "results": {"runs"},
+    sweeps: {
+        "runs": set(),
+        "training": {"runs"},
+        "launch": {"runs"},
+        "results": {"runs"},
+    },
+    calibeval: {
+        "records": set(),
+        "measures": {"records"},
+        "ask": {"records", "measures"},
+        "imports": {"records", "ask"},
+        "report": {"records", "measures", "ask"},
+    },
+}
+WINGS = [(package, wing) for package, wings in MAY_IMPORT.items() for wing in wings]
+# The modules that belong to no wing. The first stand above all wings, the others below them.
+OUTSIDE_WINGS = {
+    sweeps: ({"__init__.py", "__main__.py", "cli.py"}, set()),
+    calibeval: (
+        {"__init__.py", "__main__.py", "callback.py", "metrics.py"},
+        {"io.py", "validation.py", "yaml_text.py"},
+    ),
 }
 
 
-def imported_wings(tree: ast.AST) -> Iterator[str]:
-    """The wings that a module imports, in functions too."""
+def imported_wings(tree: ast.AST, package: ModuleType) -> Iterator[str]:
+    """The wings, and modules beside them, that a module imports, in functions too."""
     for node in ast.iter_child_nodes(tree):
         names = []
         if isinstance(node, ast.Import):
@@ -39,29 +56,40 @@ def imported_wings(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            package, _, rest = name.partition(".")
-            if package == "sweeps":
+            first, _, rest = name.partition(".")
+            if first == package.__name__ and not rest.startswith("__version__"):
                 yield rest.partition(".")[0]
-        yield from imported_wings(node)
+        yield from imported_wings(node, package)
 
 
-@pytest.mark.parametrize("wing", MAY_IMPORT)
-def test_a_wing_imports_only_what_lies_below_it(wing):
-    modules = sorted((PACKAGE / wing).glob("*.py"))
+@pytest.mark.parametrize(("package", "wing"), WINGS)
+def test_a_wing_imports_only_what_lies_below_it(package, wing):
+    modules = sorted((folder_of(package) / wing).rglob("*.py"))
     assert modules
+    _, below = OUTSIDE_WINGS[package]
+    may_import = MAY_IMPORT[package][wing] | {name.removesuffix(".py") for name in below} | {wing}
     for module in modules:
-        others = set(imported_wings(ast.parse(module.read_text()))) - {wing}
-        assert others <= MAY_IMPORT[wing], f"{module.name} imports {others}"
+        others = set(imported_wings(ast.parse(module.read_text()), package))
+        assert others <= may_import, f"{module.name} imports {others - may_import}"
 
 
-def test_every_module_belongs_to_a_wing_or_to_the_command_line():
-    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "cli.py"}
-    assert {path.parent.name for path in PACKAGE.glob("*/*.py")} == set(MAY_IMPORT)
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_every_module_belongs_to_a_wing_or_is_named(package):
+    above, below = OUTSIDE_WINGS[package]
+    folder = folder_of(package)
+    assert {path.name for path in folder.glob("*.py")} == above | below
+    wings = {path.relative_to(folder).parts[0] for path in folder.glob("*/**/*.py")}
+    assert wings == set(MAY_IMPORT[package])
+
+
+def folder_of(package: ModuleType) -> Path:
+    """Where a package's modules are."""
+    return Path(package.__file__).parent
 
 
 def modules_of(package: ModuleType) -> dict[str, ast.Module]:
     """The syntax trees of a package's modules, by their names."""
-    folder = Path(package.__file__).parent
+    folder = folder_of(package)
     trees = {}
     for path in folder.rglob("*.py"):
         name = ".".join(path.relative_to(folder.parent).with_suffix("").parts)

@@ -35,9 +35,10 @@ from studies.claims.records import STEPS_PER_NAT, RecordStore, RunRecord
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
-from calibeval import evaluations, records, scaling, stats
-from calibeval.diagnosis import cross_fitted
+from calibeval import records
 from calibeval.io import InputError, sha256, write_text
+from calibeval.measures import evaluations, scaling, stats
+from calibeval.report.diagnosis import cross_fitted
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 

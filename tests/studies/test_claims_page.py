@@ -11,7 +11,7 @@ from studies.claims.appendix import LARGE, SMALL, Says, verdict
 from studies.claims.contrasts import Difference, Quantity
 from studies.claims.parts import HERE, PUBLISHED, Study
 
-from calibeval.stats import Estimate
+from calibeval.measures.stats import Estimate
 
 
 def page(name: str) -> str:

@@ -4,8 +4,8 @@ import json
 
 from studies.demo import files, world
 
-from calibeval import prompts, tasks
-from calibeval.request import Task
+from calibeval.ask import prompts, tasks
+from calibeval.ask.request import Task
 
 
 def test_each_town_serves_one_end():

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from calibeval.ask.request import Task
+from calibeval.ask.tasks import HUB, load
 from calibeval.io import InputError, atomic_write, parse_json, read_text
-from calibeval.request import Task
-from calibeval.tasks import HUB, load
 from sweeps.launch.hub_cache import hub_folder
 from sweeps.runs.conversations import from_sharegpt
 from sweeps.runs.grid import SweepPlan

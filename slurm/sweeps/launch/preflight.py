@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from calibeval.ask.tasks import HUB, load
 from calibeval.io import InputError, read_text
-from calibeval.tasks import HUB, load
 from sweeps.launch import assets, local
 from sweeps.launch.hub_cache import use_cache
 from sweeps.runs import scoring

@@ -12,9 +12,10 @@ from typing import Any
 
 import pandas as pd
 
-from calibeval import index, report
+from calibeval import report
+from calibeval.ask.request import DEFAULT_COLUMNS
 from calibeval.io import InputError, counted, one_line, show, write_rows, write_text
-from calibeval.request import DEFAULT_COLUMNS
+from calibeval.report import index
 from sweeps.results import status
 from sweeps.results.selection import Choice, best_learning_rates
 from sweeps.results.settings import settings, varied_settings
@@ -185,7 +186,7 @@ def runs_table(plan: SweepPlan, runs: list[Run]) -> list[dict[str, Any]]:
 def _write_results(plan: SweepPlan, runs: list[Run], gaps: list[str], part: Path) -> None:
     """Write all tables and the page into the folder `part`, and print the tables.
 
-    A figure over scores belongs into `calibeval.figures`. One of what only a sweep knows, such as
+    A figure over scores belongs into `report.figures`. One of what only a sweep knows, such as
     metrics.jsonl, is a section of the page here.
     """
     rows = runs_table(plan, runs)

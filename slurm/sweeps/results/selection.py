@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from calibeval import evaluations, stats
+from calibeval.measures import load, stats
 from sweeps.results.settings import SHOWN_WITHOUT_RATE_AND_SEED, settings, varied_settings
 from sweeps.runs import scoring
 from sweeps.runs.files import numbers_of, read_rows
@@ -112,7 +112,7 @@ def validation_figures(select_on: str, run: Run) -> dict[str, float] | None:
     tasks = [task for task in score.tasks if task.key == select_on] if score is not None else []
     if not tasks or scoring.gap(run, tasks[0]) is not None:
         return None
-    loaded = evaluations.load(scoring.records_file(run, tasks[0]), parts=())
+    loaded = load(scoring.records_file(run, tasks[0]), parts=())
     figures = {}
     for metric in ("accuracy", "nll"):
         value = stats.estimate([loaded], metric, "choices").value

@@ -32,7 +32,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from calibeval.io import InputError, sha256, write_text
-from calibeval.request import Strict
+from calibeval.validation import Strict
 from sweeps.runs.backend_modules import import_backend
 from sweeps.runs.events import Event, EventKind, append_event, read_events
 from sweeps.runs.processes import job_label, run_or_empty

@@ -18,9 +18,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from calibeval.ask.request import DEFAULT_COLUMNS, Request
+from calibeval.ask.tasks import splits_of
 from calibeval.io import parse_json, read_text
-from calibeval.request import DEFAULT_COLUMNS, Natural, Positive, Request, Seq, Strict
-from calibeval.tasks import splits_of
+from calibeval.validation import Natural, Positive, Seq, Strict
 from sweeps.runs.files import found_path
 from sweeps.runs.yaml_io import SECRET_NAME, build, key_error, read_yaml
 
@@ -241,7 +242,7 @@ class Score(Request):
     @model_validator(mode="after")
     def _columns_are_known(self) -> "Score":
         if self.columns != DEFAULT_COLUMNS:
-            from calibeval.report import read_columns  # takes half a second: it needs pandas
+            from calibeval.report import read_columns
 
             read_columns(self.columns)
         return self

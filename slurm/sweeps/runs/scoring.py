@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from calibeval import records as record_files
+from calibeval.ask.request import Request, Task
+from calibeval.ask.tasks import resolved
 from calibeval.io import InputError
-from calibeval.request import Request, Task
-from calibeval.store import part_of
-from calibeval.tasks import resolved
+from calibeval.records.store import part_of
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Score
 

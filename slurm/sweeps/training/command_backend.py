@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from calibeval.io import InputError
-from calibeval.request import Strict
+from calibeval.validation import Strict
 from sweeps.runs.files import flush_folder
 from sweeps.runs.processes import end_with_parent_and_ignore_warnings, node_number
 from sweeps.runs.run import Run
@@ -129,7 +129,7 @@ def missing(train_options: CommandOptions, world: World) -> list[str]:
 
 def scoring_problem(train_options: CommandOptions) -> str | None:
     """Why the tables of scores would not know what the model of such a run is."""
-    from calibeval.index import RESERVED_COLUMNS  # takes half a second: it needs pandas
+    from calibeval.report.index import RESERVED_COLUMNS
 
     keys = dict(train_options.model_extra or {})
     taken = sorted({*RESERVED_COLUMNS, "dataset", "model", "records", "run"} & set(keys))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from calibeval.engines import load
+from calibeval.ask.engines import load
 from calibeval.io import InputError, sha256
 from smoothce import use_packed_attention
 from smoothce.checks import check_target

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from calibeval.io import sha256, write_rows, write_text
-from calibeval.request import Positive
+from calibeval.validation import Positive
 from sweeps.runs.conversations import rows
 from sweeps.runs.files import read_rows, replace_folder, touch
 from sweeps.runs.run import Run

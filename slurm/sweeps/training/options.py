@@ -53,7 +53,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from calibeval.request import Natural, Positive, Seq, Strict
+from calibeval.validation import Natural, Positive, Seq, Strict
 from sweeps.runs.schema import option
 
 PACKAGES = ("accelerate", "datasets", "torch", "transformers")  # that runs of both backends import

@@ -27,7 +27,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
-from calibeval.engines import load_tokenizer
+from calibeval.ask.engines import load_tokenizer
 from calibeval.io import InputError, read_text, sha256, write_text
 from sweeps.runs.conversations import conversations
 from sweeps.runs.files import locked

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from calibeval.io import InputError
-from calibeval.request import Strict
+from calibeval.validation import Strict
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
 from sweeps.runs.stages import Outcome
