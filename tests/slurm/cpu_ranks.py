@@ -53,7 +53,7 @@ def report_loading() -> None:
 
 def report_gatherings() -> None:
     """Print after each update how often FSDP2 has gathered weights for it."""
-    from sweeps.training.hf_trainer import SweepTrainer
+    from sweeps.training.sft_trainer import SweepTrainer
 
     gather = fsdp_group.foreach_all_gather
     training_step = SweepTrainer.training_step

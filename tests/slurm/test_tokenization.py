@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 from calibeval.io import InputError
 from sweeps.runs.files import is_locked
 from sweeps.training import tokenization
-from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.micro_batches import Updates
 from sweeps.training.tokenization import IGNORE, make_tokenizer, tokenize_file
 
 token_cache = pytest.fixture(autouse=True, scope="module")(own_token_cache)
@@ -128,10 +128,10 @@ def test_cut_conversations_without_a_target_are_dropped(tiny, tmp_path):
     train_options = tiny_options(tiny, train_file=str(path), max_seq_length=64)
     tokens = tokenize_file(train_options, make_tokenizer(train_options))
     assert max(tokens["length"]) == 64
-    dataset = GlobalBatchDataset(train_options, tokens, ranks=1, rank=0, pad_token_id=0)
-    assert dataset.summary.startswith("data: 1 conversations, ")
-    assert dataset.summary.endswith(", 1 dropped")
-    assert dataset.conversations_of(0).tolist() == [1]
+    data = Updates(train_options, tokens, ranks=1)
+    assert data.summary.startswith("data: 1 conversations, ")
+    assert data.summary.endswith(", 1 dropped")
+    assert data.conversations_of(0).tolist() == [1]
 
 
 def test_data_without_any_target_is_refused(tiny, tmp_path):
@@ -139,7 +139,7 @@ def test_data_without_any_target_is_refused(tiny, tmp_path):
     train_options = tiny_options(tiny, train_file=str(path), max_seq_length=3)
     tokens = tokenize_file(train_options, make_tokenizer(train_options))
     with pytest.raises(InputError, match="max_seq_length=3"):
-        GlobalBatchDataset(train_options, tokens, ranks=1, rank=0, pad_token_id=0)
+        Updates(train_options, tokens, ranks=1)
 
 
 def test_another_format_makes_every_cache_anew(tiny, tmp_path, monkeypatch):

@@ -17,11 +17,10 @@ from calibeval.engines import load
 from calibeval.io import InputError, sha256
 from smoothce import use_packed_attention
 from smoothce.checks import check_target
-from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.micro_batches import Updates
 from sweeps.training.options import LoraOptions, TrainOptions, auxiliary_loss_problem
 from sweeps.training.ranks import print_once, this_rank
 
-GPU_ROW_MULTIPLE = 128  # tokens: packed rows on a GPU are filled up to a multiple of it
 COMPILE_FROM_UPDATES = 300  # fewer do not earn back half a minute of compiling
 COMPILE_CACHE_SIZE = 64  # variants of a layer, such as those with and without a window
 
@@ -134,14 +133,14 @@ def config_to_save(model: PreTrainedModel, train_options: TrainOptions) -> PreTr
 
 
 def load_smoothing_target(
-    train_options: TrainOptions, dataset: GlobalBatchDataset, vocabulary_size: int
+    train_options: TrainOptions, data: Updates, vocabulary_size: int
 ) -> SmoothingTarget:
     """What the options spread β over; raises InputError for a file that is no distribution."""
     name = train_options.smoothing_target
     if name is None:
         return SmoothingTarget(None, "")
     if name == "unigram":
-        return SmoothingTarget(dataset.target_frequencies(vocabulary_size), "")
+        return SmoothingTarget(data.target_frequencies(vocabulary_size), "")
     try:
         shares = torch.tensor(np.load(name), dtype=torch.float32)
         check_target(shares, vocabulary_size)
@@ -153,41 +152,12 @@ def load_smoothing_target(
     return SmoothingTarget(shares, sha256(Path(name))[:8])
 
 
-def prepare_model(
-    model: PreTrainedModel,
-    train_options: TrainOptions,
-    dataset: GlobalBatchDataset,
-    half_precision: bool,
-) -> nn.Module:
-    """The model with packed attention, adapters and compiled layers, as far as they are wanted.
-
-    This changes `model`; with packing also `dataset`, which makes the batches; and with compiling
-    settings of torch._dynamo, which hold for the process.
-    """
-    gpu = torch.cuda.is_available()
-    packed = try_packing(model, train_options, gpu, half_precision)
-    if packed:
-        dataset.use_packing(row_multiple=GPU_ROW_MULTIPLE if gpu else 1)
-    prepared: nn.Module = model
-    if train_options.lora is not None:
-        prepared = add_adapters(model, train_options.lora)
-    wants_compiled = train_options.compile
-    if wants_compiled is None:
-        wants_compiled = gpu and packed and len(dataset) >= COMPILE_FROM_UPDATES
-    compiled = False
-    if wants_compiled:
-        compiled = compile_layers(model, was_asked=train_options.compile is not None)
-    print_once(f"batches: {'packed' if packed else 'padded'}{', compiled' if compiled else ''}")
-    return prepared
-
-
-def try_packing(
-    model: PreTrainedModel, train_options: TrainOptions, gpu: bool, half_precision: bool
-) -> bool:
+def try_packing(model: PreTrainedModel, train_options: TrainOptions, half_precision: bool) -> bool:
     """Give the model the attention that packing needs, where packing is wanted and possible.
 
     Returns whether it has got it, so that batches are to be packed.
     """
+    gpu = torch.cuda.is_available()
     wanted = train_options.packing
     if wanted is None:
         wanted = gpu and half_precision
@@ -207,6 +177,20 @@ def try_packing(
         print_once(f"packing: off: {obstacle}")
         return False
     return True
+
+
+def compile_if_wanted(
+    model: PreTrainedModel, train_options: TrainOptions, packed: bool, updates: int
+) -> bool:
+    """Compile the model's layers where the options or the length of the run ask for it.
+
+    Returns whether they will be compiled. This changes settings of torch._dynamo, which hold for
+    the process.
+    """
+    wanted = train_options.compile
+    if wanted is None:
+        wanted = torch.cuda.is_available() and packed and updates >= COMPILE_FROM_UPDATES
+    return wanted and compile_layers(model, was_asked=train_options.compile is not None)
 
 
 def compile_layers(model: PreTrainedModel, was_asked: bool) -> bool:

@@ -3,7 +3,7 @@
 `sweeps.runs.conversations` reads the file, which launching does too, to refuse a bad one early.
 `datasets` keeps the result in its cache, so that it is made once for a file, tokenizer, template,
 length and number of conversations (max_train_samples + held_out), and all runs and ranks share it.
-`sweeps.training.global_batches` deals it out.
+`sweeps.training.micro_batches` deals it out.
 """
 
 import contextlib
