@@ -257,9 +257,9 @@ def balanced_rows(conversations: np.ndarray, lengths: np.ndarray, count: int) ->
     """Conversations in `count` rows: the longest first, each into the row with fewest tokens."""
     rows: list[list[int]] = [[] for _ in range(count)]
     fill = [(0, number) for number in range(count)]  # a heap of (tokens, row)
-    pairs = zip((-lengths[conversations]).tolist(), conversations.tolist(), strict=True)
-    for negative_length, conversation in sorted(pairs):
+    pairs = zip(lengths[conversations].tolist(), conversations.tolist(), strict=True)
+    for length, conversation in sorted(pairs, reverse=True):
         tokens, number = fill[0]
         rows[number].append(conversation)
-        heapq.heapreplace(fill, (tokens - negative_length, number))
+        heapq.heapreplace(fill, (tokens + length, number))
     return rows

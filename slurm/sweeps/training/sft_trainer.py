@@ -73,11 +73,8 @@ class SweepTrainer(SFTTrainer):
         So a resumed Trainer, which skips those of the updates that were made, goes on with the
         right one. The loader is not prepared by accelerate, which would deal items to ranks.
         """
-        return self._loader(self.micro_batches)
-
-    def _loader(self, micro_batches: MicroBatches) -> DataLoader:
         pin_memory = self.args.device.type == "cuda"
-        return DataLoader(micro_batches, collate_fn=self._collate, pin_memory=pin_memory)
+        return DataLoader(self.micro_batches, collate_fn=self._collate, pin_memory=pin_memory)
 
     def _collate(self, items: list[tuple[list[dict], float]]) -> dict[str, Any]:
         """One micro-batch as tensors, by TRL's collator, and its divisor."""
@@ -121,8 +118,9 @@ class SweepTrainer(SFTTrainer):
         )
         # Compiled layers would be compiled once more, without gradients.
         with torch.compiler.set_stance("force_eager"):
-            for batch in self._loader(held_out):
-                mean += self.compute_loss(model, self._prepare_inputs(batch))
+            for index in range(len(held_out)):
+                batch = self._prepare_inputs(self._collate([held_out[index]]))
+                mean += self.compute_loss(model, batch)
         self.log({"held_out_loss": self.accelerator.reduce(mean, "mean").item()})
         # The Trainer's own `evaluate` clears it by the event `on_evaluate`, which is missing here.
         self.control.should_evaluate = False
