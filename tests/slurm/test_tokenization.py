@@ -4,7 +4,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -199,7 +198,7 @@ def test_several_processes_tokenize_as_one_does(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     one_process, tokenizer = tokenized(tiny, tiny / "chat.jsonl")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "empty"))
-    several = tokenize_file(tiny_options(tiny), tokenizer, conversations_per_shard=10)
+    several = tokenize_file(tiny_options(tiny), tokenizer, conversations_per_process=10)
     assert several.to_list() == one_process
     # Python's os.environ is not where the tokenizers, written in Rust, look.
     getenv = ctypes.CDLL(None).getenv
@@ -219,7 +218,7 @@ tokenization.encode_conversations = encode_conversations
 stop_signal = callbacks.StopSignal(pathlib.Path("absent"))
 train_options = options.TrainOptions(**json.loads(sys.argv[2]))
 tokenizer = tokenization.make_tokenizer(train_options)
-tokenization.tokenize_file(train_options, tokenizer, conversations_per_shard=1)
+tokenization.tokenize_file(train_options, tokenizer, conversations_per_process=1)
 """
 
 
@@ -293,8 +292,7 @@ def test_a_killed_worker_ends_the_tokenizing(tokenizing_run, tiny, number):
 def test_who_waits_for_a_tokenizing_run_says_so_and_can_be_stopped(tokenizing_run, tiny, tmp_path):
     waiting = start_tokenizing(tiny, tmp_path)
     line = waiting.stderr.readline()
-    holder = f"process {tokenizing_run.process.pid} on {socket.gethostname()}"
-    assert line == f"waiting: {tiny / 'chat.jsonl'}: {holder} is tokenizing it\n"
+    assert line == f"waiting: {tiny / 'chat.jsonl'}: another process is tokenizing it\n"
     waiting.terminate()
     assert waiting.wait(timeout=10) == 75
     waiting.communicate()
@@ -303,48 +301,8 @@ def test_who_waits_for_a_tokenizing_run_says_so_and_can_be_stopped(tokenizing_ru
 def test_a_tokenizing_run_is_not_waited_for_forever(tokenizing_run, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr(tokenization, "TOKENIZING_PATIENCE", 1)
-    monkeypatch.setattr(tokenization, "FIRST_NOTICE", 2)
-    with pytest.raises(InputError, match=r"process \d+ on .* is tokenizing it, for"):
+    with pytest.raises(InputError, match=r"chat\.jsonl: another process is tokenizing it"):
         tokenized(tiny, tiny / "chat.jsonl")
-
-
-HOLD_LOCK = """
-import fcntl, sys, time
-with open(sys.argv[1], "a") as lock:
-    fcntl.lockf(lock, fcntl.LOCK_EX)
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_each_notice_of_a_wait_for_tokens_is_one_line(tmp_path, monkeypatch, capsys):
-    """It names the file and who tokenizes it; no other line comes while the wait goes on."""
-    # Longer than the wait after which a lock is told of by itself.
-    monkeypatch.setattr(tokenization, "NOTICE_INTERVAL", 4)
-    monkeypatch.setattr(tokenization, "FIRST_NOTICE", 1)
-    monkeypatch.setattr(tokenization, "TOKENIZING_PATIENCE", 4)
-    lock = tmp_path / "tokens.lock"
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD_LOCK, str(lock)], stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout.readline() == b"held\n"
-        with (
-            pytest.raises(InputError, match=r"is tokenizing it, for"),
-            tokenization.locked_cache(lock, Path("chat.jsonl")),
-        ):
-            pass
-        holder.kill()
-    assert capsys.readouterr().err == "waiting: chat.jsonl: another process is tokenizing it\n"
-
-
-def test_a_tokenizing_that_fails_leaves_no_name_behind(tmp_path):
-    """Otherwise those who wait for the next process would be told of this one."""
-    with (
-        pytest.raises(ZeroDivisionError),
-        tokenization.locked_cache(tmp_path / "tokens.lock", Path("chat.jsonl")),
-    ):
-        raise ZeroDivisionError
-    assert not (tmp_path / "tokens.holder").exists()
 
 
 @pytest.fixture
