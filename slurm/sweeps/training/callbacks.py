@@ -130,14 +130,10 @@ class ScheduleCallback(TrainerCallback):
         control.should_save = due and not is_last_update
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any],
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Write a row of metrics.jsonl."""
+        logs = more["logs"]
         is_row = "loss" in logs or "held_out_loss" in logs  # and no summary of the whole training
         if is_row and state.is_world_process_zero:
             row = {"step": state.global_step, "steps": state.max_steps, **logs}

@@ -11,6 +11,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from sweeps.runs.files import remove_folder, replace_folder
 from sweeps.training.checkpoint import deleted_on_failure
@@ -75,6 +76,7 @@ def merge_adapters(
     """
     from peft import get_peft_model
 
+    unset_hf_deepspeed_config()  # With ZeRO-3's, transformers would split this model over ranks.
     with init_empty_weights(include_buffers=False):
         base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     whole = get_peft_model(base, model.peft_config[model.active_adapter])
