@@ -44,7 +44,7 @@ from sweeps.training import checkpoint, fit, hf_backend, model_loading, sft_trai
 from sweeps.training.callbacks import StopSignal
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.micro_batches import Updates
-from sweeps.training.model_loading import add_adapters, compile_if_wanted
+from sweeps.training.model_loading import add_adapters, compile_layers
 from sweeps.training.options import LoraOptions, TrainOptions
 from sweeps.training.saving import in_precision, merge_adapters
 from sweeps.training.sft_config import adapted_fsdp_config, first_rank_reads, use_one_gpu
@@ -678,10 +678,10 @@ def test_a_setting_of_an_fsdp_file_that_means_nothing_is_named(tmp_path, key, se
 def test_only_compiling_needs_a_model_whose_layers_are_known(sweep_file):
     options = prepare(sweep_file(grid={})).config().train_options
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8))
-    assert not compile_if_wanted(model, options, packed=True, updates=1000)
+    assert not compile_layers(model, options, packed=True, updates=1000)
     asked = options.model_copy(update={"compile": True})
     with pytest.raises(InputError, match=r"train.compile: GPT2LMHeadModel has no model\.layers"):
-        compile_if_wanted(model, asked, packed=True, updates=1000)
+        compile_layers(model, asked, packed=True, updates=1000)
 
 
 @pytest.mark.parametrize("kind", ["too few", "unnormalized", "not numbers", "text"])

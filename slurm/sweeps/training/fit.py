@@ -28,7 +28,7 @@ from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.micro_batches import MicroBatches, Updates
 from sweeps.training.model_loading import (
     add_adapters,
-    compile_if_wanted,
+    compile_layers,
     config_to_save,
     load_model,
     load_smoothing_target,
@@ -136,7 +136,7 @@ def make_trainer(
     prepared: nn.Module = model
     if train_options.lora is not None:
         prepared = add_adapters(model, train_options.lora)
-    compiled = compile_if_wanted(model, train_options, packed, len(data))
+    compiled = compile_layers(model, train_options, packed, len(data))
     print_once(f"batches: {'packed' if packed else 'padded'}{', compiled' if compiled else ''}")
     smoothing_target = load_smoothing_target(train_options, data, model.config.vocab_size)
     trainer = SweepTrainer(

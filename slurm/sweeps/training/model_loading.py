@@ -179,26 +179,19 @@ def try_packing(model: PreTrainedModel, train_options: TrainOptions, half_precis
     return True
 
 
-def compile_if_wanted(
+def compile_layers(
     model: PreTrainedModel, train_options: TrainOptions, packed: bool, updates: int
 ) -> bool:
-    """Compile the model's layers where the options or the length of the run ask for it.
+    """Let torch.compile compile each layer, where the options or the run's length ask for it.
 
-    Returns whether they will be compiled. This changes settings of torch._dynamo, which hold for
-    the process.
+    Returns whether it will. This changes settings of torch._dynamo, which hold for the process.
+    Raises InputError where somebody asks for it and the model's layers are not found. Where nobody
+    does, a layer that does not compile runs as it is, as on a machine without a compiler.
     """
-    wanted = train_options.compile
-    if wanted is None:
-        wanted = torch.cuda.is_available() and packed and updates >= COMPILE_FROM_UPDATES
-    return wanted and compile_layers(model, was_asked=train_options.compile is not None)
-
-
-def compile_layers(model: PreTrainedModel, was_asked: bool) -> bool:
-    """Let torch.compile compile each layer of the model. Returns whether its layers were found.
-
-    Raises InputError where they were not, and somebody asked for compiled layers. Where nobody did,
-    a layer that does not compile runs as it is, for example on a machine without a compiler.
-    """
+    was_asked = train_options.compile is not None
+    wanted = torch.cuda.is_available() and packed and updates >= COMPILE_FROM_UPDATES
+    if not (train_options.compile if was_asked else wanted):
+        return False
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None:
         if was_asked:
@@ -221,6 +214,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> nn.Module:
     Raises InputError for layers whose adapters would not be trained, or be lost in the merge.
     """
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
 
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -239,31 +233,13 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> nn.Module:
             "train.lora.targets: the classifier (lm_head) gets no adapter, whose gradient the loss "
             "would not compute; leave it out of the list"
         )
-    if lora.save == "merged":
-        refuse_what_cannot_be_merged(adapted)
-    return adapted
-
-
-def refuse_what_cannot_be_merged(adapted: nn.Module) -> None:
-    """Raise InputError where a layer's adapter cannot be added to its weights when they are saved.
-
-    That is so where the weights are the classifier's too: the adapter changes the embedding alone.
-    """
-    from peft.tuners.lora import Embedding, Linear, LoraLayer
-
-    instead = "leave it out of the list, or set train.lora.save=adapter, which cannot be scored"
-    base_model = adapted.get_base_model()  # type: ignore[operator]
-    head = base_model.get_output_embeddings()
+    if lora.save == "adapter":
+        return adapted
     for path, layer in adapted.named_modules():
-        if not isinstance(layer, LoraLayer):
-            continue
-        name = path.rpartition(".")[2]
-        if type(layer) not in (Linear, Embedding):
-            kind = type(layer.get_base_layer()).__name__
-            raise InputError(f"train.lora.targets: {name}: {kind} layers are not merged; {instead}")
-        if layer.get_base_layer().weight is head.weight:
+        if isinstance(layer, LoraLayer) and layer.get_base_layer().weight is head.weight:
             raise InputError(
-                f"train.lora.targets: {name}: its weights are the classifier's too "
-                "(tie_word_embeddings), which merging would change with them; "
-                f"{instead}"
+                f"train.lora.targets: {path.rpartition('.')[2]}: its weights are the classifier's "
+                "too (tie_word_embeddings), which merging would change with them; leave it out of "
+                "the list, or set train.lora.save=adapter, which cannot be scored"
             )
+    return adapted

@@ -71,8 +71,8 @@ def merge_adapters(
     """The ordinary model of one with adapters, in fp32, by peft.
 
     `weights` are all of `model`'s, gathered from all ranks; its own may be parts of them.
-    `model_loading.refuse_what_cannot_be_merged` has seen to it that every adapter has a weight to
-    which it can be added.
+    `model_loading.add_adapters` has seen to it that every adapter has a weight of its own to which
+    it can be added.
     """
     from peft import get_peft_model
 
