@@ -198,12 +198,12 @@ def test_several_processes_tokenize_as_one_does(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     one_process, tokenizer = tokenized(tiny, tiny / "chat.jsonl")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "empty"))
-    several = tokenize_file(tiny_options(tiny), tokenizer, conversations_per_process=10)
+    several = tokenize_file(tiny_options(tiny), tokenizer, conversations_per_shard=10)
     assert several.to_list() == one_process
     # Python's os.environ is not where the tokenizers, written in Rust, look.
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
-    assert getenv(b"TOKENIZERS_PARALLELISM") == b"true"
+    assert getenv(b"TOKENIZERS_PARALLELISM") is None
 
 
 TOKENIZE_FOREVER = """
@@ -218,7 +218,7 @@ tokenization.encode_conversations = encode_conversations
 stop_signal = callbacks.StopSignal(pathlib.Path("absent"))
 train_options = options.TrainOptions(**json.loads(sys.argv[2]))
 tokenizer = tokenization.make_tokenizer(train_options)
-tokenization.tokenize_file(train_options, tokenizer, conversations_per_process=1)
+tokenization.tokenize_file(train_options, tokenizer, conversations_per_shard=1)
 """
 
 

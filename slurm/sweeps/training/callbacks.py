@@ -133,10 +133,8 @@ class ScheduleCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Write a row of metrics.jsonl."""
-        logs = more["logs"]
-        is_row = "loss" in logs or "held_out_loss" in logs  # and no summary of the whole training
-        if is_row and state.is_world_process_zero:
-            row = {"step": state.global_step, "steps": state.max_steps, **logs}
+        if state.is_world_process_zero:
+            row = {"step": state.global_step, "steps": state.max_steps, **more["logs"]}
             row["time"] = round(time.time(), 1)
             with open(self.trainer.run.metrics, "a", encoding="utf-8", opener=regular_file) as file:
                 file.write(json.dumps(row) + "\n")

@@ -134,6 +134,8 @@ class SweepTrainer(SFTTrainer):
         logging_steps 10 and a checkpoint at 25, these are 21 to 25.
         Raises InputError once the loss is infinite or not a number.
         """
+        if "loss" not in logs and "held_out_loss" not in logs:
+            return  # This is the Trainer's summary at the end of training.
         if "loss" in logs:
             self._add_statistics(logs)
             if not math.isfinite(logs["loss"]):

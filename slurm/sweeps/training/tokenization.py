@@ -9,15 +9,18 @@ length and number of conversations (max_train_samples + held_out), and all runs 
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
@@ -108,13 +111,13 @@ def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
 def tokenize_file(
     train_options: TrainOptions,
     tokenizer: PreTrainedTokenizerBase,
-    conversations_per_process: int = 5000,
+    conversations_per_shard: int = 5000,
 ) -> Dataset:
     """The conversations of `train_file` as rows of token ids, from the cache or made on all cores.
 
     Columns: `input_ids`; `labels`, which are −100 where nothing is learned; `length`, the number of
-    tokens; `targets`, the number of labels that are not −100. Another process is started for every
-    `conversations_per_process` conversations, up to the number of cores. Ranks and runs that begin
+    tokens; `targets`, the number of labels that are not −100. The cache has a file for every
+    `conversations_per_shard` conversations, which one process makes. Ranks and runs that begin
     together wait for the first of them.
 
     Raises InputError for a file that cannot be read, for a template that hides the assistant's
@@ -146,34 +149,74 @@ def tokenize_file(
             )
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None
-        wanted = math.ceil(len(conversations_as_json) / conversations_per_process)
-        processes = min(len(os.sched_getaffinity(0)), wanted)
-        if processes > 1:  # Those of a run that is killed must end with it.
-            os.register_at_fork(after_in_child=end_with_parent_and_ignore_warnings)
-        parallelism = os.environ.get("TOKENIZERS_PARALLELISM", "true")
-        try:
-            tokens = conversations_as_json.map(
-                encode_batch,
-                batched=True,
-                fn_kwargs={"tokenizer": tokenizer, "max_length": train_options.max_seq_length},
-                remove_columns="messages",
-                features=Features(COLUMNS),  # type: ignore[arg-type]
-                num_proc=processes if processes > 1 else None,
-                cache_file_name=str(cache / f"{tokens_fingerprint}.arrow"),
-                new_fingerprint=tokens_fingerprint,
-            )
-        except RuntimeError as error:
-            if "abruptly died" not in str(error):
-                raise
-            raise InputError(
-                f"{path}: one of the {processes} processes that tokenize it was killed: out of "
-                "memory, perhaps; give the run more memory (memory_per_node), or fewer cores "
-                "(cpus_per_process, or taskset), and launch again"
-            ) from None
-    # `map` has switched it off for its processes. Prompts are tokenized when the model is scored.
-    os.environ["TOKENIZERS_PARALLELISM"] = parallelism
+        count = math.ceil(len(conversations_as_json) / conversations_per_shard)
+        shards = {}
+        for index in range(count):
+            file = cache / f"{tokens_fingerprint}-{index:05}-of-{count:05}.arrow"
+            shards[file] = conversations_as_json.shard(count, index, contiguous=True)
+        lacking = {file: shard for file, shard in shards.items() if not file.exists()}
+        encode_shards(lacking, path, tokenizer, train_options.max_seq_length)
+        tokens = concatenate_datasets([Dataset.from_file(str(file)) for file in shards])
     tokens._fingerprint = tokens_fingerprint
     return tokens
+
+
+def encode_shards(
+    shards: Mapping[Path, Dataset],
+    train_file: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+) -> None:
+    """Write the tokens of each shard into its file, on all cores; a file appears whole.
+
+    Raises what a process raises, and InputError where one is killed.
+    """
+    processes = min(len(os.sched_getaffinity(0)), len(shards))
+    if processes <= 1:
+        for file, shard in shards.items():
+            encode_shard(shard, file, tokenizer, max_length)
+        return
+    # Processes of a run that is killed must end with it.
+    os.register_at_fork(after_in_child=end_with_parent_and_ignore_warnings)
+    # An executor notes when one of its processes dies. `Dataset.map` with several processes hangs
+    # then, also in datasets 5.2.
+    executor = ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("fork"),
+        initializer=os.putenv,
+        initargs=("TOKENIZERS_PARALLELISM", "false"),  # one core each
+    )
+    with executor:
+        futures = [
+            executor.submit(encode_shard, shard, file, tokenizer, max_length)
+            for file, shard in shards.items()
+        ]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BrokenProcessPool:
+            raise InputError(
+                f"{train_file}: one of the {processes} processes that tokenize it was killed: out "
+                "of memory, perhaps; give the run more memory (memory_per_node), or fewer cores "
+                "(cpus_per_process, or taskset), and launch again"
+            ) from None
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def encode_shard(
+    shard: Dataset, file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> None:
+    """Write the tokens of some conversations, as `messages_as_json` yields them, into a file."""
+    shard.map(
+        encode_batch,
+        batched=True,
+        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
+        remove_columns="messages",
+        features=Features(COLUMNS),  # type: ignore[arg-type]
+        cache_file_name=str(file),
+        new_fingerprint=file.stem,
+    )
 
 
 def fingerprint(*parts: object) -> str:
