@@ -23,8 +23,8 @@ from sweeps.training.micro_batches import MicroBatches, Updates
 from sweeps.training.options import TrainOptions
 from sweeps.training.tokenization import IGNORE
 
-# What a rank computes where the others have a conversation more: a token that is no target.
-NO_TARGET = {"input_ids": [0], "labels": [IGNORE]}
+# What a rank computes where the others have a conversation more: tokens that are no targets.
+NO_TARGET = {"input_ids": [0, 0], "labels": [IGNORE, IGNORE]}
 
 
 class SweepTrainer(SFTTrainer):
