@@ -100,7 +100,7 @@ class SweepTrainer(SFTTrainer):
         divisor = inputs.pop("divisor")
         # The model's loss is a mean, of which num_items_in_batch is what the sum is divided by.
         loss = model(**inputs, use_cache=False, num_items_in_batch=1).loss
-        if self.model.training:  # unlike DeepSpeed's wrapper, which stays in training
+        if torch.is_grad_enabled():  # which `evaluate` does without
             self.loss_sum += loss.detach()
         return loss / divisor
 
