@@ -17,7 +17,7 @@ setup: $(VENV)/.ready
 	@echo "setup: $(VENV) is ready"
 
 $(VENV)/.ready: $(wildcard */pyproject.toml) tests/requirements.txt tests/requirements-lint.txt configs/constraints-cpu.txt
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("setup: Python 3.10 or later is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=/path/to/python3 …")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("setup: Python 3.11 or later is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=/path/to/python3 …")'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "setup: $(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@test $$(df -Pk . | awk 'NR==2 {print $$4}') -gt 4000000 || { echo "setup: less than 4 GB free on $$(df -P . | awk 'NR==2 {print $$6}')"; exit 1; }
 	@echo "setup 1/3: virtual environment in $(VENV)"

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import calibeval
@@ -19,7 +20,7 @@ from calibeval.ask.request import Task
 from calibeval.io import atomic_write
 from calibeval.measures import scaling
 from sweeps.runs.run import Run
-from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.micro_batches import Updates
 from sweeps.training.model_loading import load_model
 from sweeps.training.options import TrainOptions
 from sweeps.training.tokenization import IGNORE, make_tokenizer, tokenize_file
@@ -42,9 +43,9 @@ def write_base_mean(train_options: TrainOptions, out: Path) -> None:
     """
     if out.exists():
         return
-    tokenizer, dataset = tokenizer_and_dataset(train_options)
+    tokenizer, data = tokenizer_and_dataset(train_options)
     model = load_for_inference(train_options, len(tokenizer))
-    hidden, _ = target_states(model, dataset, dataset.train_conversations[:CONVERSATIONS])
+    hidden, _ = target_states(model, data, data.train_conversations[:CONVERSATIONS])
     total = torch.zeros(model.config.vocab_size, dtype=torch.float64, device=model.device)
     for chunk in logits(model, hidden):
         total += chunk.softmax(-1).sum(0, dtype=torch.float64)
@@ -56,17 +57,10 @@ def write_base_mean(train_options: TrainOptions, out: Path) -> None:
 
 def tokenizer_and_dataset(
     train_options: TrainOptions,
-) -> tuple[PreTrainedTokenizerBase, GlobalBatchDataset]:
-    """A run's tokenizer, and its conversations, split as it trains on them.
-
-    They are not packed as in training: each is a row of its own, padded at its end.
-    """
+) -> tuple[PreTrainedTokenizerBase, Updates]:
+    """A run's tokenizer, and its conversations, split as it trains on them."""
     tokenizer = make_tokenizer(train_options)
-    tokens = tokenize_file(train_options, tokenizer)
-    padding = tokenizer.pad_token_id
-    return tokenizer, GlobalBatchDataset(
-        train_options, tokens, ranks=1, rank=0, pad_token_id=padding
-    )
+    return tokenizer, Updates(train_options, tokenize_file(train_options, tokenizer), ranks=1)
 
 
 def load_for_inference(train_options: TrainOptions, tokenizer_size: int) -> PreTrainedModel:
@@ -91,17 +85,19 @@ def load_tuned_model(run: Run, tokenizer_size: int) -> PreTrainedModel:
 
 @torch.inference_mode()
 def target_states(
-    model: PreTrainedModel, dataset: GlobalBatchDataset, conversations: np.ndarray
+    model: PreTrainedModel, data: Updates, conversations: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """The last hidden states (N, D) that predict the targets of conversations, and these (N,)."""
     hidden_states = []
     targets = []
-    for group in dataset.split_into_micro_batches(conversations):
-        batch = {key: value.to(model.device) for key, value in dataset.collate(group).items()}
+    ordered = conversations[np.argsort(data.lengths[conversations], kind="stable")]
+    size = data.train_options.per_device_train_batch_size
+    for start in range(0, len(ordered), size):
+        rows = data.tokens.with_format("torch").__getitems__(ordered[start : start + size].tolist())
+        ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True).to(model.device)
         # Causal tokens never see the padding, which comes after them, so that no mask is needed.
-        output = model.model(batch["input_ids"], use_cache=False)
-        hidden = output.last_hidden_state[:, :-1]
-        labels = batch["labels"][:, 1:]
+        hidden = model.model(ids, use_cache=False).last_hidden_state[:, :-1]
+        labels = pad_sequence([row["labels"] for row in rows], True, IGNORE).to(model.device)[:, 1:]
         is_target = labels != IGNORE
         hidden_states.append(hidden[is_target])
         targets.append(labels[is_target])
@@ -130,9 +126,9 @@ def entropy_gap(run: Run) -> dict[str, float]:
     both are along the given ones (teacher-forced). Beside them the mass outside the likeliest 1,000
     tokens, and the temperature that makes the gap 0.
     """
-    tokenizer, dataset = tokenizer_and_dataset(run.config().train_options)
+    tokenizer, data = tokenizer_and_dataset(run.config().train_options)
     model = load_tuned_model(run, len(tokenizer))
-    hidden, targets = target_states(model, dataset, dataset.held_out_conversations)
+    hidden, targets = target_states(model, data, data.held_out_conversations)
     sums = torch.zeros(3, dtype=torch.float64)
     for z, y in zip(logits(model, hidden), targets.split(CHUNK), strict=True):
         nll_of_tokens, entropy_of_tokens = nll_and_entropy(z, y)

@@ -1,7 +1,7 @@
 """What the tests of training share: conversations, some of known lengths, options, and runs."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,14 @@ import datasets
 import pytest
 import torch
 from sweep_tools import prepare
+from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run
 from sweeps.training import fit
-from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.micro_batches import Updates
 from sweeps.training.options import TrainOptions
 from sweeps.training.tokenization import IGNORE
 
@@ -47,10 +49,8 @@ def tiny_options(tiny: Path, **options: Any) -> TrainOptions:
     return TrainOptions.model_validate(given)
 
 
-def dataset_of_lengths(
-    lengths: list[int], ranks: int = 1, rank: int = 0, **options: Any
-) -> GlobalBatchDataset:
-    """One epoch of made-up conversations of these lengths; each has a target, and token 0 pads."""
+def updates_of_lengths(lengths: list[int], ranks: int = 1, **options: Any) -> Updates:
+    """One epoch of made-up conversations of these lengths; each has a target."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for length in lengths:
@@ -67,13 +67,15 @@ def dataset_of_lengths(
         rows.append(row)
     given = {"model_name_or_path": "m", "train_file": "f", "num_train_epochs": 1}
     given.update(options)
-    return GlobalBatchDataset(
-        TrainOptions.model_validate(given),
-        datasets.Dataset.from_list(rows),
-        ranks=ranks,
-        rank=rank,
-        pad_token_id=0,
-    )
+    return Updates(TrainOptions.model_validate(given), datasets.Dataset.from_list(rows), ranks)
+
+
+def collated(
+    data: Updates, conversations: Iterable[int], packed: bool = False
+) -> dict[str, Tensor]:
+    """Some conversations as TRL collates them, in rows that token 0 pads, or end to end."""
+    rows = data.tokens.__getitems__([int(conversation) for conversation in conversations])
+    return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=packed)(rows)
 
 
 def windowed_gemma() -> Gemma3ForCausalLM:

@@ -1,7 +1,7 @@
 """`python -m sweeps train` where accelerate shards a model (FSDP) on CPU ranks too.
 
 By itself accelerate does so on accelerators only. Here every rank says that it is one. Each prints
-whether it has read the model's weights, and how often an update gathers sharded ones.
+whether it has read the model's weights, and how often a micro-batch gathers sharded ones.
 """
 
 import os
@@ -52,8 +52,8 @@ def report_loading() -> None:
 
 
 def report_gatherings() -> None:
-    """Print after each update how often FSDP2 has gathered weights for it."""
-    from sweeps.training.hf_trainer import SweepTrainer
+    """Print after each micro-batch how often FSDP2 has gathered weights for it."""
+    from sweeps.training.sft_trainer import SweepTrainer
 
     gather = fsdp_group.foreach_all_gather
     training_step = SweepTrainer.training_step

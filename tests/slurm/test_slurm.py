@@ -293,7 +293,7 @@ def test_sbatch_from_elsewhere_and_a_checkout_that_changes_meanwhile(
     """The whole chain by the script that users type: paths start where it is typed, what runs is
     the code of the launch, runs of several processes are scored in a job of its own, and no token
     is in any file."""
-    source = copied / "slurm" / "sweeps" / "training" / "hf_trainer.py"
+    source = copied / "slurm" / "sweeps" / "training" / "sft_trainer.py"
     source.write_text(source.read_text() + "\n# a change that is not committed\n")
     here = tmp_path / "else where"
     (here / "data").mkdir(parents=True)

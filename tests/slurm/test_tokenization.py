@@ -4,7 +4,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 from calibeval.io import InputError
 from sweeps.runs.files import is_locked
 from sweeps.training import tokenization
-from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.micro_batches import Updates
 from sweeps.training.tokenization import IGNORE, make_tokenizer, tokenize_file
 
 token_cache = pytest.fixture(autouse=True, scope="module")(own_token_cache)
@@ -128,10 +127,10 @@ def test_cut_conversations_without_a_target_are_dropped(tiny, tmp_path):
     train_options = tiny_options(tiny, train_file=str(path), max_seq_length=64)
     tokens = tokenize_file(train_options, make_tokenizer(train_options))
     assert max(tokens["length"]) == 64
-    dataset = GlobalBatchDataset(train_options, tokens, ranks=1, rank=0, pad_token_id=0)
-    assert dataset.summary.startswith("data: 1 conversations, ")
-    assert dataset.summary.endswith(", 1 dropped")
-    assert dataset.conversations_of(0).tolist() == [1]
+    data = Updates(train_options, tokens, ranks=1)
+    assert data.summary.startswith("data: 1 conversations, ")
+    assert data.summary.endswith(", 1 dropped")
+    assert data.conversations_of(0).tolist() == [1]
 
 
 def test_data_without_any_target_is_refused(tiny, tmp_path):
@@ -139,7 +138,7 @@ def test_data_without_any_target_is_refused(tiny, tmp_path):
     train_options = tiny_options(tiny, train_file=str(path), max_seq_length=3)
     tokens = tokenize_file(train_options, make_tokenizer(train_options))
     with pytest.raises(InputError, match="max_seq_length=3"):
-        GlobalBatchDataset(train_options, tokens, ranks=1, rank=0, pad_token_id=0)
+        Updates(train_options, tokens, ranks=1)
 
 
 def test_another_format_makes_every_cache_anew(tiny, tmp_path, monkeypatch):
@@ -204,7 +203,7 @@ def test_several_processes_tokenize_as_one_does(tiny, tmp_path, monkeypatch):
     # Python's os.environ is not where the tokenizers, written in Rust, look.
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
-    assert getenv(b"TOKENIZERS_PARALLELISM") == b"true"
+    assert getenv(b"TOKENIZERS_PARALLELISM") is None
 
 
 TOKENIZE_FOREVER = """
@@ -293,8 +292,7 @@ def test_a_killed_worker_ends_the_tokenizing(tokenizing_run, tiny, number):
 def test_who_waits_for_a_tokenizing_run_says_so_and_can_be_stopped(tokenizing_run, tiny, tmp_path):
     waiting = start_tokenizing(tiny, tmp_path)
     line = waiting.stderr.readline()
-    holder = f"process {tokenizing_run.process.pid} on {socket.gethostname()}"
-    assert line == f"waiting: {tiny / 'chat.jsonl'}: {holder} is tokenizing it\n"
+    assert line == f"waiting: {tiny / 'chat.jsonl'}: another process is tokenizing it\n"
     waiting.terminate()
     assert waiting.wait(timeout=10) == 75
     waiting.communicate()
@@ -303,48 +301,8 @@ def test_who_waits_for_a_tokenizing_run_says_so_and_can_be_stopped(tokenizing_ru
 def test_a_tokenizing_run_is_not_waited_for_forever(tokenizing_run, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr(tokenization, "TOKENIZING_PATIENCE", 1)
-    monkeypatch.setattr(tokenization, "FIRST_NOTICE", 2)
-    with pytest.raises(InputError, match=r"process \d+ on .* is tokenizing it, for"):
+    with pytest.raises(InputError, match=r"chat\.jsonl: another process is tokenizing it"):
         tokenized(tiny, tiny / "chat.jsonl")
-
-
-HOLD_LOCK = """
-import fcntl, sys, time
-with open(sys.argv[1], "a") as lock:
-    fcntl.lockf(lock, fcntl.LOCK_EX)
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_each_notice_of_a_wait_for_tokens_is_one_line(tmp_path, monkeypatch, capsys):
-    """It names the file and who tokenizes it; no other line comes while the wait goes on."""
-    # Longer than the wait after which a lock is told of by itself.
-    monkeypatch.setattr(tokenization, "NOTICE_INTERVAL", 4)
-    monkeypatch.setattr(tokenization, "FIRST_NOTICE", 1)
-    monkeypatch.setattr(tokenization, "TOKENIZING_PATIENCE", 4)
-    lock = tmp_path / "tokens.lock"
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD_LOCK, str(lock)], stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout.readline() == b"held\n"
-        with (
-            pytest.raises(InputError, match=r"is tokenizing it, for"),
-            tokenization.locked_cache(lock, Path("chat.jsonl")),
-        ):
-            pass
-        holder.kill()
-    assert capsys.readouterr().err == "waiting: chat.jsonl: another process is tokenizing it\n"
-
-
-def test_a_tokenizing_that_fails_leaves_no_name_behind(tmp_path):
-    """Otherwise those who wait for the next process would be told of this one."""
-    with (
-        pytest.raises(ZeroDivisionError),
-        tokenization.locked_cache(tmp_path / "tokens.lock", Path("chat.jsonl")),
-    ):
-        raise ZeroDivisionError
-    assert not (tmp_path / "tokens.holder").exists()
 
 
 @pytest.fixture

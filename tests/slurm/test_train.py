@@ -22,7 +22,7 @@ from disk_writes import DiskWrites
 from safetensors.torch import load_file
 from sweep_tools import equal, logs, prepare
 from torch import Tensor
-from training_runs import finished_run, logged, own_token_cache, windowed_gemma
+from training_runs import collated, finished_run, logged, own_token_cache, windowed_gemma
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -40,14 +40,14 @@ from sweeps.runs import files
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
-from sweeps.training import checkpoint, fit, hf_backend, hf_trainer, model_loading
+from sweeps.training import checkpoint, fit, hf_backend, model_loading, sft_trainer
 from sweeps.training.callbacks import StopSignal
 from sweeps.training.checkpoint import latest_checkpoint
-from sweeps.training.global_batches import GlobalBatchDataset
-from sweeps.training.hf_arguments import adapted_fsdp_config, first_rank_reads, use_one_gpu
-from sweeps.training.model_loading import add_adapters, prepare_model
+from sweeps.training.micro_batches import Updates
+from sweeps.training.model_loading import add_adapters, compile_layers
 from sweeps.training.options import LoraOptions, TrainOptions
 from sweeps.training.saving import in_precision, merge_adapters
+from sweeps.training.sft_config import adapted_fsdp_config, first_rank_reads, use_one_gpu
 from sweeps.training.tokenization import IGNORE, make_tokenizer, tokenize_file
 
 token_cache = pytest.fixture(autouse=True, scope="module")(own_token_cache)
@@ -68,16 +68,15 @@ class PlainTraining:
     model: LlamaForCausalLM
 
 
-def one_rank_dataset(train_options: TrainOptions) -> GlobalBatchDataset:
-    tokens = tokenize_file(train_options, make_tokenizer(train_options))
-    return GlobalBatchDataset(train_options, tokens, ranks=1, rank=0, pad_token_id=0)
+def updates_of(train_options: TrainOptions) -> Updates:
+    return Updates(train_options, tokenize_file(train_options, make_tokenizer(train_options)), 1)
 
 
 def train_plainly(
-    model: LlamaForCausalLM, dataset: GlobalBatchDataset, smoothing_target: Tensor
+    model: LlamaForCausalLM, data: Updates, smoothing_target: Tensor
 ) -> PlainTraining:
     """Train with torch's cross-entropy and AdamW, and nothing of this project's but the order."""
-    options = dataset.train_options
+    options = data.train_options
     is_norm = {name: "norm" in name for name, _ in model.named_parameters()}
     decayed = [value for name, value in model.named_parameters() if not is_norm[name]]
     spared = [value for name, value in model.named_parameters() if is_norm[name]]
@@ -86,15 +85,15 @@ def train_plainly(
         {"params": spared, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=options.learning_rate)
-    schedule = get_scheduler("linear", optimizer, WARMUP_UPDATES, len(dataset))
+    schedule = get_scheduler("linear", optimizer, WARMUP_UPDATES, len(data))
     losses = []
     gradient_norms = []
-    for step in range(len(dataset)):
-        conversations = dataset.conversations_of(step)
-        targets_of_update = int(dataset.target_counts[conversations].sum())
+    for step in range(len(data)):
+        conversations = data.conversations_of(step)
+        targets_of_update = int(data.target_counts[conversations].sum())
         loss_sum = 0.0
         for start in range(0, len(conversations), 4):
-            batch = dataset.collate(conversations[start : start + 4])
+            batch = collated(data, conversations[start : start + 4])
             logits = model(batch["input_ids"]).logits[:, :-1]
             labels = batch["labels"][:, 1:]
             learned = labels != IGNORE
@@ -117,8 +116,8 @@ def train_plainly(
     return PlainTraining(losses, gradient_norms, model)
 
 
-def target_frequencies(dataset: GlobalBatchDataset, vocabulary_size: int) -> Tensor:
-    labels = dataset.collate(dataset.train_conversations)["labels"]
+def target_frequencies(data: Updates, vocabulary_size: int) -> Tensor:
+    labels = collated(data, data.train_conversations)["labels"]
     counts = torch.bincount(labels[labels != IGNORE], minlength=vocabulary_size)
     return counts / counts.sum()
 
@@ -147,13 +146,13 @@ def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, tmp_path, reduce
     path = sweep_file(grid={}, train=train)
     runs = [finished_run(path, f"train.packing={on}") for on in ("false", "true")]
 
-    dataset = one_rank_dataset(runs[0].config().train_options)
+    data = updates_of(runs[0].config().train_options)
     smoothing_targets = {
         None: torch.ones(vocabulary_size) / vocabulary_size,
         "u.npy": torch.tensor(shares_of_file, dtype=torch.float32),
-        "unigram": target_frequencies(dataset, vocabulary_size),
+        "unigram": target_frequencies(data, vocabulary_size),
     }
-    plain = train_plainly(model, dataset, smoothing_targets[target])
+    plain = train_plainly(model, data, smoothing_targets[target])
     rates = [1e-3 * min(step / WARMUP_UPDATES, (UPDATES - step) / 8) for step in range(UPDATES)]
     for run in runs:
         assert logged(run) == pytest.approx(plain.losses, rel=1e-6)
@@ -162,15 +161,15 @@ def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, tmp_path, reduce
         weights = load_file(run.model / "model.safetensors")
         for name, value in plain.model.named_parameters():
             torch.testing.assert_close(weights[name], value.detach(), rtol=1e-4, atol=1e-6)
-        assert_held_out_loss_is_the_models(run, dataset)
+        assert_held_out_loss_is_the_models(run, data)
 
 
-def assert_held_out_loss_is_the_models(run: Run, dataset: GlobalBatchDataset) -> None:
+def assert_held_out_loss_is_the_models(run: Run, data: Updates) -> None:
     """It is measured after each of two epochs, on conversations that are never trained on."""
-    assert len(dataset.held_out_conversations) == 5
-    assert not set(dataset.held_out_conversations) & set(dataset.train_conversations)
+    assert len(data.held_out_conversations) == 5
+    assert not set(data.held_out_conversations) & set(data.train_conversations)
     saved = LlamaForCausalLM.from_pretrained(run.model).eval()
-    batch = dataset.collate(dataset.held_out_conversations)
+    batch = collated(data, data.held_out_conversations)
     with torch.no_grad():
         loss = saved(batch["input_ids"], labels=batch["labels"]).loss.item()
     assert len(logged(run, "held_out_loss")) == 2
@@ -248,7 +247,7 @@ def test_a_run_that_is_interrupted_ends_bit_for_bit(sweep_file, tmp_path, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(hf_trainer, "publish_checkpoint", torn)
+        patch.setattr(sft_trainer, "publish_checkpoint", torn)
         fit.fit(run)
     assert run.last_saved_step() == end_of_epoch  # Nothing is lost, and nothing is half.
 
@@ -355,7 +354,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(sweep_file, monkeypa
     def fail(*_: Any) -> None:
         raise OSError("Input/output error")
 
-    monkeypatch.setattr(hf_trainer, "publish_checkpoint", fail)
+    monkeypatch.setattr(sft_trainer, "publish_checkpoint", fail)
     run = prepare(sweep_file(grid={}, train={"max_train_steps": 3, "checkpointing_steps": 1}))
     with pytest.raises(OSError, match="Input/output error"):
         fit.fit(run)
@@ -427,30 +426,6 @@ def test_a_missing_file_damages_a_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path, "data") is None
 
 
-def with_sums(folder: Path) -> dict[str, Any]:
-    """Give a checkpoint the state.json of November 2026, with a SHA-256 of each file."""
-    sums = {name: checkpoint.sha256(folder / name) for name in checkpoint.file_sizes(folder)}
-    state = {"data": "data", "files": sums}
-    (folder / checkpoint.STATE).write_text(json.dumps(state))
-    return state
-
-
-def test_a_checkpoint_with_sums_is_still_resumed(tmp_path):
-    folder = make_checkpoint(tmp_path, 2)
-    with_sums(folder)
-    assert latest_checkpoint(tmp_path, "data") == folder
-    with pytest.raises(InputError, match="step-2: written with other data"):
-        latest_checkpoint(tmp_path, "other")
-
-
-def test_a_damaged_checkpoint_with_sums_is_set_aside(tmp_path):
-    folder = make_checkpoint(tmp_path, 2)
-    with_sums(folder)
-    (folder / "model.safetensors").write_bytes(b"wrights" * 100)
-    assert latest_checkpoint(tmp_path, "data") is None
-    assert (tmp_path / "damaged-step-2").is_dir()
-
-
 def test_a_diverging_loss_ends_the_run(sweep_file):
     path = sweep_file(grid={}, train={"max_train_steps": 9, "learning_rate": 1e30})
     with pytest.raises(InputError, match=r"the loss is (nan|inf) at step \d+; lower the learning"):
@@ -520,11 +495,12 @@ def test_merged_weights_are_those_that_peft_merges(tiny, family, targets):
     model = tiny_gpt2() if family == "gpt2" else LlamaForCausalLM.from_pretrained(tiny / "model")
     assert family == "gpt2" or not model.config.tie_word_embeddings
     before = copy.deepcopy(model.state_dict())
+    config = copy.deepcopy(model.config)
     adapted = add_adapters(model, LoraOptions(r=4, alpha=8.0, targets=targets))
     for name, parameter in adapted.named_parameters():
         if ".lora_" in name:
             torch.nn.init.normal_(parameter)
-    merged = merge_adapters(copy.deepcopy(adapted.state_dict()), adapted)
+    merged = merge_adapters(copy.deepcopy(adapted.state_dict()), adapted, config).state_dict()
     expected = adapted.merge_and_unload().state_dict()
     assert merged.keys() == expected.keys()
     for name, weight in expected.items():
@@ -700,14 +676,12 @@ def test_a_setting_of_an_fsdp_file_that_means_nothing_is_named(tmp_path, key, se
 
 
 def test_only_compiling_needs_a_model_whose_layers_are_known(sweep_file):
-    run = prepare(sweep_file(grid={}))
-    options = run.config().train_options
-    dataset = one_rank_dataset(options)
+    options = prepare(sweep_file(grid={})).config().train_options
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8))
-    assert prepare_model(model, options, dataset, half_precision=False) is model
+    assert not compile_layers(model, options, packed=True, updates=1000)
     asked = options.model_copy(update={"compile": True})
     with pytest.raises(InputError, match=r"train.compile: GPT2LMHeadModel has no model\.layers"):
-        prepare_model(model, asked, dataset, half_precision=False)
+        compile_layers(model, asked, packed=True, updates=1000)
 
 
 @pytest.mark.parametrize("kind", ["too few", "unnormalized", "not numbers", "text"])
@@ -730,18 +704,20 @@ def test_shares_of_other_tokens_are_refused(sweep_file, tiny, tmp_path, kind):
 def test_flash_attn_is_taken_where_it_is_installed(monkeypatch):
     model = windowed_gemma()
     chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(model_loading, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(model, "set_attn_implementation", chosen.append)
     options = TrainOptions.model_construct(packing=True)
-    assert model_loading.try_packing(model, options, gpu=True, half_precision=True)
+    assert model_loading.try_packing(model, options, half_precision=True)
     assert chosen == ["flash_attention_2"]
 
 
-def test_what_packed_attention_cannot_do_is_padded(capsys):
+def test_what_packed_attention_cannot_do_is_padded(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = windowed_gemma()
     options = TrainOptions.model_construct(packing=True)
-    assert not model_loading.try_packing(model, options, gpu=True, half_precision=False)
+    assert not model_loading.try_packing(model, options, half_precision=False)
     model.config.attn_logit_softcapping = 50.0
-    assert not model_loading.try_packing(model, options, gpu=True, half_precision=True)
+    assert not model_loading.try_packing(model, options, half_precision=True)
     said = capsys.readouterr().out
     assert "16 bits" in said and "caps its scores" in said

@@ -259,7 +259,7 @@ def test_gradient_checkpointing_gathers_no_weights_twice(sweep_file, tmp_path):
 
 
 def gatherings(output: str) -> list[str]:
-    """The lines of cpu_ranks that count gatherings, one an update."""
+    """The lines of cpu_ranks that count gatherings, one a micro-batch, in three updates."""
     lines = [line for line in output.splitlines() if line.startswith("gatherings: ")]
-    assert len(lines) == 3
+    assert lines and len(lines) % 3 == 0
     return lines

@@ -32,6 +32,7 @@ from studies.claims import (
 )
 from studies.claims.parts import CONFIG, PARTS, Study
 from studies.claims.records import STEPS_PER_NAT, RecordStore, RunRecord
+from training_runs import collated
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
@@ -307,7 +308,7 @@ def target_logits(folder: str | Path, updates, rows) -> tuple[torch.Tensor, torc
     """The logits (N, V) and tokens (N,) of all targets of some conversations, one by one."""
     model, z, y = AutoModelForCausalLM.from_pretrained(folder).eval(), [], []
     for row in rows:
-        batch = updates.collate([row])
+        batch = collated(updates, [row])
         with torch.no_grad():
             logits = model(batch["input_ids"]).logits[:, :-1].double()
         labels = batch["labels"][:, 1:]
@@ -325,7 +326,7 @@ def make_trained(study: Study, part: str, overrides: list[str]) -> list[Run]:
         _, updates = gpu_measures.tokenizer_and_dataset(cell.config().train_options)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(10 + number):
-            model(**updates.collate(updates.train_conversations[:20])).loss.backward()
+            model(**collated(updates, updates.train_conversations[:20])).loss.backward()
             optimizer.step(), optimizer.zero_grad()
         model.save_pretrained(cell.model)
     return plan.runs

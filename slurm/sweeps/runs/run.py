@@ -40,7 +40,9 @@ from sweeps.runs.schema import Keep, Score, World
 from sweeps.runs.yaml_io import build, dump_yaml, read_yaml
 
 # The packages whose versions are noted when an attempt begins.
-NOTED_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed")
+NOTED_PACKAGES = (
+    "torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed", "trl"
+)  # fmt: skip
 
 # The options that stand in the name of a run's folder, where it has them, and what is before each.
 NAME_PREFIXES = {"learning_rate": "lr", "label_smoothing": "beta", "seed": "seed"}

@@ -2,7 +2,7 @@
 
 A backend is named by `backend:` of a sweep file; sweeps.runs.backend says what it must offer.
 How a run of backend trainer is stopped and goes on is told step by step in `checkpoint`, what an
-update computes in `global_batches`, and how to add an option in `options`.
+update computes in `micro_batches`, and how to add an option in `options`.
 `starting_ranks` tells how a run of several processes is started.
 
 Words of `sweeps.launch` that are used here: an element is one job of an array of Slurm's, and works

@@ -1,8 +1,10 @@
 """When a run logs, measures, saves and stops."""
 
+import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,13 +13,13 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from calibeval.io import write_rows
+from calibeval.io import regular_file, write_rows
 from sweeps.runs.files import read_rows
 from sweeps.runs.stages import Outcome
 from sweeps.training.checkpoint import PART
-from sweeps.training.hf_trainer import SweepTrainer
 from sweeps.training.ranks import print_once, seconds_since_start
 from sweeps.training.saving import MODEL_PART
+from sweeps.training.sft_trainer import SweepTrainer
 
 # Slurm sends USR2 ahead of a job's end. On one node every process of the job gets it, ranks too. On
 # several nodes only the job's script does, and the ranks learn of it by the stop file.
@@ -113,7 +115,7 @@ class ScheduleCallback(TrainerCallback):
         self.stop_signal.has_updated = True
         step = state.global_step
         is_last_update = step == state.max_steps
-        ends_epoch = step % self.trainer.dataset.updates_per_epoch == 0
+        ends_epoch = step % self.trainer.data.updates_per_epoch == 0
         # A collective operation: every rank calls it after every update, also after the last.
         was_asked_to_stop = self.stop_signal.on_any_rank()
         stops_early = was_asked_to_stop and not is_last_update
@@ -127,10 +129,20 @@ class ScheduleCallback(TrainerCallback):
         due = stops_early or self._is_checkpoint_due(step)
         control.should_save = due and not is_last_update
 
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        """Write a row of metrics.jsonl."""
+        if state.is_world_process_zero:
+            row = {"step": state.global_step, "steps": state.max_steps, **more["logs"]}
+            row["time"] = round(time.time(), 1)
+            with open(self.trainer.run.metrics, "a", encoding="utf-8", opener=regular_file) as file:
+                file.write(json.dumps(row) + "\n")
+
     def _is_checkpoint_due(self, step: int) -> bool:
         interval = self.trainer.train_options.checkpointing_steps
         if interval is None:
             return False
         if interval == "epoch":
-            interval = self.trainer.dataset.updates_per_epoch
+            interval = self.trainer.data.updates_per_epoch
         return step % interval == 0

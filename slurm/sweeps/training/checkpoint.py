@@ -4,10 +4,10 @@ How a run of backend trainer is stopped and goes on:
 
 1. `sweeps.launch.worker` touches the file `stop` in the run's folder, or a signal arrives.
 2. After the update, all ranks agree (`callbacks.StopSignal`), and the Trainer saves.
-3. `hf_trainer` writes checkpoints/.part/, which `publish_checkpoint` renames to step-N.
+3. `sft_trainer` writes checkpoints/.part/, which `publish_checkpoint` renames to step-N.
 4. `fit` exits with 75, by which worker and job tell a stop from an end; on Slurm the job requeues.
 5. The next attempt takes the newest whole step-N (`latest_checkpoint`), and skips N updates: which
-   conversations an update has follows from its number (`global_batches`). `callbacks` drops rows
+   conversations an update has follows from its number (`micro_batches`). `callbacks` drops rows
    of metrics.jsonl after N, which are about to be repeated.
 6. At the end `saving` writes model/, and the worker deletes checkpoints/ and writes DONE.
 
@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import InputError, parse_json, read_text, sha256, write_text
+from calibeval.io import InputError, parse_json, read_text, write_text
 from sweeps.runs.files import is_disk_full, replace_folder
 
 STATE = "state.json"
@@ -113,11 +113,11 @@ def checkpoints_newest_first(checkpoints: Path) -> list[Path]:
 
 def file_sizes(folder: Path) -> dict[str, int]:
     """The size in bytes of every file of a checkpoint but state.json."""
-    return {str(path.relative_to(folder)): path.stat().st_size for path in _data_files(folder)}
-
-
-def _data_files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != STATE]
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != STATE
+    }
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -131,7 +131,4 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _is_whole(folder: Path, state: dict[str, Any]) -> bool:
     """Whether the folder holds exactly the files that its state.json lists, none of them cut."""
-    if "files" in state:  # Checkpoints of November 2026 and before list SHA-256 sums.
-        sums = {str(path.relative_to(folder)): sha256(path) for path in _data_files(folder)}
-        return state["files"] == sums
     return state.get("sizes") == file_sizes(folder)

@@ -5,13 +5,13 @@ scores with `score.engine: transformers` and names no other Python for it (`scor
 """
 
 import gc
-import warnings
 from pathlib import Path
 
 import datasets
 import torch
 from accelerate.utils import broadcast_object_list, set_seed
-from torch import Tensor
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from smoothce import patch_trainer
@@ -25,18 +25,20 @@ from sweeps.training.callbacks import (
     stop_handling_signals,
 )
 from sweeps.training.checkpoint import latest_checkpoint
-from sweeps.training.global_batches import GlobalBatchDataset
-from sweeps.training.hf_arguments import first_rank_reads, training_arguments
-from sweeps.training.hf_trainer import SweepTrainer
+from sweeps.training.micro_batches import MicroBatches, Updates
 from sweeps.training.model_loading import (
+    add_adapters,
+    compile_layers,
     config_to_save,
     load_model,
     load_smoothing_target,
-    prepare_model,
+    try_packing,
 )
 from sweeps.training.options import TrainOptions
 from sweeps.training.ranks import print_once, this_rank
 from sweeps.training.saving import save_model
+from sweeps.training.sft_config import first_rank_reads, sft_config
+from sweeps.training.sft_trainer import SweepTrainer
 from sweeps.training.tokenization import make_tokenizer, tokenize_file
 
 
@@ -85,14 +87,8 @@ def fit(run: Run) -> StopSignal:
         )
 
     tokenizer = make_tokenizer(train_options)
-    dataset = GlobalBatchDataset(
-        train_options,
-        tokenize_file(train_options, tokenizer),
-        ranks=world.processes,
-        rank=this_rank(),
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    trainer = make_trainer(run, train_options, world, dataset, len(tokenizer))
+    data = Updates(train_options, tokenize_file(train_options, tokenizer), world.processes)
+    trainer = make_trainer(run, train_options, world, data, tokenizer)
     trainer.add_callback(ScheduleCallback(trainer, stop_signal))
 
     checkpoint = newest_checkpoint_of(trainer)
@@ -115,63 +111,54 @@ def make_trainer(
     run: Run,
     train_options: TrainOptions,
     world: World,
-    dataset: GlobalBatchDataset,
-    tokenizer_size: int,
+    data: Updates,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> SweepTrainer:
-    """The run's Trainer with its model and loss, ready to train.
+    """The run's SFTTrainer with its model and loss, ready to train.
 
     The order matters: each step rests on those before it.
     """
-    # The arguments come before the model, because ZeRO-3 splits its weights while they are loaded.
-    arguments = training_arguments(run, train_options, world, len(dataset))
+    # The configuration comes before the model, because ZeRO-3 splits weights as they are loaded.
+    arguments = sft_config(run, train_options, world, len(data))
     print_once(f"device: {arguments.device}, {arguments.world_size} processes")
-    print_once(dataset.summary)
+    print_once(data.summary)
     # Weights that the base model lacks are drawn alike on all ranks.
     set_seed(train_options.seed)
     print_once(f"model: reading {train_options.model_name_or_path}")
-    model = load_model(train_options, tokenizer_size, first_rank_reads=first_rank_reads(world))
-    # The configuration is kept before `prepare_model` writes an attention into it that only this
+    model = load_model(train_options, len(tokenizer), first_rank_reads=first_rank_reads(world))
+    # The configuration is kept before `try_packing` writes an attention into it that only this
     # process knows.
     saved_config = config_to_save(model, train_options)
-    half_precision = world.mixed_precision != "no"
-    prepared = prepare_model(model, train_options, dataset, half_precision)
-    smoothing_target = load_smoothing_target(train_options, dataset, model.config.vocab_size)
+    packed = try_packing(model, train_options, half_precision=world.mixed_precision != "no")
+    micro_batches = MicroBatches(data, data, this_rank(), packed)
+    arguments.padding_free = packed
+    arguments.gradient_accumulation_steps = micro_batches.per_update
+    prepared: nn.Module = model
+    if train_options.lora is not None:
+        prepared = add_adapters(model, train_options.lora)
+    compiled = compile_layers(model, train_options, packed, len(data))
+    print_once(f"batches: {'packed' if packed else 'padded'}{', compiled' if compiled else ''}")
+    smoothing_target = load_smoothing_target(train_options, data, model.config.vocab_size)
     trainer = SweepTrainer(
         run,
         train_options,
         model=prepared,
         arguments=arguments,
-        dataset=dataset,
+        tokenizer=tokenizer,
+        micro_batches=micro_batches,
         saved_config=saved_config,
-        data_digest=dataset.fingerprint + smoothing_target.digest,
+        data_digest=data.fingerprint + smoothing_target.digest,
     )
-    with warnings.catch_warnings():
-        # `patch_model`, which `patch_trainer` calls, warns that it verifies the model's loss only
-        # with the first training batch.
-        # That is right here, and no news to the user.
-        warnings.filterwarnings("ignore", "patch_model verifies .* when its first training batch")
-        install_loss(trainer, train_options, smoothing_target.shares)
-    # Dropout is drawn differently on each rank.
-    set_seed(train_options.seed, device_specific=True)
-    return trainer
-
-
-def install_loss(
-    trainer: SweepTrainer, train_options: TrainOptions, smoothing_target: Tensor | None
-) -> None:
-    """Give the model smoothce's loss, with all options that decide it but `reduce_loss`.
-
-    The loss is a sum. `SweepTrainer.training_step` divides it by each micro-batch's divisor, which
-    `GlobalBatchDataset` makes as `reduce_loss` says.
-    """
     patch_trainer(
         trainer,
         label_smoothing=train_options.label_smoothing,
         filter_eps=train_options.filter_eps,
-        smoothing_target=smoothing_target,
-        reduction="sum",
-        eval_logits=False,  # `SweepTrainer.evaluate` reads the loss alone.
+        smoothing_target=smoothing_target.shares,
     )
+    arguments.label_smoothing_factor = train_options.label_smoothing  # Trackers show it.
+    # Dropout is drawn differently on each rank.
+    set_seed(train_options.seed, device_specific=True)
+    return trainer
 
 
 def newest_checkpoint_of(trainer: SweepTrainer) -> Path | None:

@@ -21,7 +21,7 @@ trains_on_several_nodes = True
 
 def packages(train_options: TrainOptions, world: World) -> list[str]:
     """Modules that a run imports beyond those that every run does."""
-    needed = list(PACKAGES)
+    needed = [*PACKAGES, "trl"]
     if world.deepspeed is not None:
         needed.append("deepspeed")
     if train_options.lora is not None:

@@ -17,11 +17,10 @@ from calibeval.ask.engines import load
 from calibeval.io import InputError, sha256
 from smoothce import use_packed_attention
 from smoothce.checks import check_target
-from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.micro_batches import Updates
 from sweeps.training.options import LoraOptions, TrainOptions, auxiliary_loss_problem
 from sweeps.training.ranks import print_once, this_rank
 
-GPU_ROW_MULTIPLE = 128  # tokens: packed rows on a GPU are filled up to a multiple of it
 COMPILE_FROM_UPDATES = 300  # fewer do not earn back half a minute of compiling
 COMPILE_CACHE_SIZE = 64  # variants of a layer, such as those with and without a window
 
@@ -134,14 +133,14 @@ def config_to_save(model: PreTrainedModel, train_options: TrainOptions) -> PreTr
 
 
 def load_smoothing_target(
-    train_options: TrainOptions, dataset: GlobalBatchDataset, vocabulary_size: int
+    train_options: TrainOptions, data: Updates, vocabulary_size: int
 ) -> SmoothingTarget:
     """What the options spread β over; raises InputError for a file that is no distribution."""
     name = train_options.smoothing_target
     if name is None:
         return SmoothingTarget(None, "")
     if name == "unigram":
-        return SmoothingTarget(dataset.target_frequencies(vocabulary_size), "")
+        return SmoothingTarget(data.target_frequencies(vocabulary_size), "")
     try:
         shares = torch.tensor(np.load(name), dtype=torch.float32)
         check_target(shares, vocabulary_size)
@@ -153,41 +152,12 @@ def load_smoothing_target(
     return SmoothingTarget(shares, sha256(Path(name))[:8])
 
 
-def prepare_model(
-    model: PreTrainedModel,
-    train_options: TrainOptions,
-    dataset: GlobalBatchDataset,
-    half_precision: bool,
-) -> nn.Module:
-    """The model with packed attention, adapters and compiled layers, as far as they are wanted.
-
-    This changes `model`; with packing also `dataset`, which makes the batches; and with compiling
-    settings of torch._dynamo, which hold for the process.
-    """
-    gpu = torch.cuda.is_available()
-    packed = try_packing(model, train_options, gpu, half_precision)
-    if packed:
-        dataset.use_packing(row_multiple=GPU_ROW_MULTIPLE if gpu else 1)
-    prepared: nn.Module = model
-    if train_options.lora is not None:
-        prepared = add_adapters(model, train_options.lora)
-    wants_compiled = train_options.compile
-    if wants_compiled is None:
-        wants_compiled = gpu and packed and len(dataset) >= COMPILE_FROM_UPDATES
-    compiled = False
-    if wants_compiled:
-        compiled = compile_layers(model, was_asked=train_options.compile is not None)
-    print_once(f"batches: {'packed' if packed else 'padded'}{', compiled' if compiled else ''}")
-    return prepared
-
-
-def try_packing(
-    model: PreTrainedModel, train_options: TrainOptions, gpu: bool, half_precision: bool
-) -> bool:
+def try_packing(model: PreTrainedModel, train_options: TrainOptions, half_precision: bool) -> bool:
     """Give the model the attention that packing needs, where packing is wanted and possible.
 
     Returns whether it has got it, so that batches are to be packed.
     """
+    gpu = torch.cuda.is_available()
     wanted = train_options.packing
     if wanted is None:
         wanted = gpu and half_precision
@@ -209,12 +179,19 @@ def try_packing(
     return True
 
 
-def compile_layers(model: PreTrainedModel, was_asked: bool) -> bool:
-    """Let torch.compile compile each layer of the model. Returns whether its layers were found.
+def compile_layers(
+    model: PreTrainedModel, train_options: TrainOptions, packed: bool, updates: int
+) -> bool:
+    """Let torch.compile compile each layer, where the options or the run's length ask for it.
 
-    Raises InputError where they were not, and somebody asked for compiled layers. Where nobody did,
-    a layer that does not compile runs as it is, for example on a machine without a compiler.
+    Returns whether it will. This changes settings of torch._dynamo, which hold for the process.
+    Raises InputError where somebody asks for it and the model's layers are not found. Where nobody
+    does, a layer that does not compile runs as it is, as on a machine without a compiler.
     """
+    was_asked = train_options.compile is not None
+    wanted = torch.cuda.is_available() and packed and updates >= COMPILE_FROM_UPDATES
+    if not (train_options.compile if was_asked else wanted):
+        return False
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None:
         if was_asked:
@@ -237,6 +214,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> nn.Module:
     Raises InputError for layers whose adapters would not be trained, or be lost in the merge.
     """
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
 
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -255,31 +233,13 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> nn.Module:
             "train.lora.targets: the classifier (lm_head) gets no adapter, whose gradient the loss "
             "would not compute; leave it out of the list"
         )
-    if lora.save == "merged":
-        refuse_what_cannot_be_merged(adapted)
-    return adapted
-
-
-def refuse_what_cannot_be_merged(adapted: nn.Module) -> None:
-    """Raise InputError where a layer's adapter cannot be added to its weights when they are saved.
-
-    That is so where the weights are the classifier's too: the adapter changes the embedding alone.
-    """
-    from peft.tuners.lora import Embedding, Linear, LoraLayer
-
-    instead = "leave it out of the list, or set train.lora.save=adapter, which cannot be scored"
-    base_model = adapted.get_base_model()  # type: ignore[operator]
-    head = base_model.get_output_embeddings()
+    if lora.save == "adapter":
+        return adapted
     for path, layer in adapted.named_modules():
-        if not isinstance(layer, LoraLayer):
-            continue
-        name = path.rpartition(".")[2]
-        if type(layer) not in (Linear, Embedding):
-            kind = type(layer.get_base_layer()).__name__
-            raise InputError(f"train.lora.targets: {name}: {kind} layers are not merged; {instead}")
-        if layer.get_base_layer().weight is head.weight:
+        if isinstance(layer, LoraLayer) and layer.get_base_layer().weight is head.weight:
             raise InputError(
-                f"train.lora.targets: {name}: its weights are the classifier's too "
-                "(tie_word_embeddings), which merging would change with them; "
-                f"{instead}"
+                f"train.lora.targets: {path.rpartition('.')[2]}: its weights are the classifier's "
+                "too (tie_word_embeddings), which merging would change with them; leave it out of "
+                "the list, or set train.lora.save=adapter, which cannot be scored"
             )
+    return adapted

@@ -9,14 +9,13 @@ To add an option:
    that every run of every sweep gets another name.
 2. Options of backend trainer belong to `TrainOptions`. Where they act:
 
-       optimizer, logging_steps, report_to, gradient_checkpointing   `hf_arguments`
-       when a run evaluates, saves and stops                         `callbacks`
-       what a row of metrics.jsonl holds                             `hf_trainer`
-       model                                                         `model_loading`
-       loss                                                          `fit.install_loss`
-       what the loss is divided by                                   `global_batches`
-       data as tokens                                                `tokenization`
-       which of the data an update has                               `global_batches`
+       what TRL's SFTConfig has                  `sft_config`
+       when a run logs, evaluates, saves, stops  `callbacks`
+       model                                     `model_loading`
+       loss                                      `fit.make_trainer`
+       which of the data an update has, and      `micro_batches`
+         what its loss is divided by
+       data as tokens                            `tokenization`
 
    A loss that reads a file needs the file's digest in `data_digest` (`fit.make_trainer`). What
    makes other tokens of the same file must be a part of `tokens_fingerprint` in
@@ -37,13 +36,12 @@ To add another way to shard a run, beside DeepSpeed and FSDP:
    must not hold for such runs.
 2. Its package, and which keys exclude each other, in `hf_backend`; its version among
    `sweeps.runs.run.NOTED_PACKAGES`; a refusal in `open_instruct_backend.sharding_problems`.
-3. What the Trainer is told in `hf_arguments` (`Sharding`, `make_arguments`); who reads the weights
-   in `model_loading`; when gradients are averaged, and how a checkpoint is written, in
-   `hf_trainer`; how whole weights are gathered in `saving`.
+3. What the SFTTrainer is told in `sft_config`; who reads the weights in `model_loading`; how whole
+   weights are gathered in `saving`.
 4. Its row in slurm/TRAINER.md, and its name in tests/slurm/test_train_ranks.py and test_nodes.py,
    which compare with one process.
 
-All of it rests on every rank having conversations of its own (`global_batches`): where several
+All of it rests on every rank having conversations of its own (`micro_batches`): where several
 ranks compute the same ones, as in tensor parallelism, a backend of its own is the way.
 """
 
@@ -169,7 +167,7 @@ class TrainOptions(CommonOptions):
 
         padded    per_device_train_batch_size conversations
         packed    as many as max_tokens holds; under `reduce_loss: mean` never of two micro-batches,
-                  because each has a mean of its own (`global_batches.Block`)
+                  because each has a mean of its own (`micro_batches.Block`)
     """
 
     chat_template_name: Literal["tulu", "alpaca"] | None = option(
@@ -212,7 +210,7 @@ class TrainOptions(CommonOptions):
     max_tokens: Positive = option(
         16384,
         "Tokens of conversations that a packed row may have; a longer conversation has a row of "
-        "its own. On a GPU rows are then padded to a multiple of 128.",
+        "its own. The rows of an update have about equally many.",
     )
     compile: bool | None = option(
         None,
@@ -227,9 +225,8 @@ class TrainOptions(CommonOptions):
 def auxiliary_loss_problem(model: str, config: Mapping[str, Any]) -> str | None:
     """Why a model with this configuration is refused, if that asks for an auxiliary loss.
 
-    A mixture of experts adds it to its loss for the balance between experts. It is a mean, and the
-    loss that `fit.install_loss` gives to a model is a sum: `patch_trainer` refuses to add them, but
-    only once the model is loaded.
+    A mixture of experts adds it to its loss for the balance between experts. It is a mean over a
+    micro-batch, where `SweepTrainer` divides sums, and how an update is split may not change it.
     """
     place = "config.json"
     text_config = config.get("text_config")  # of a model that also reads images, for example

@@ -3,15 +3,21 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from accelerate import init_empty_weights
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from sweeps.runs.files import remove_folder, replace_folder
 from sweeps.training.checkpoint import deleted_on_failure
-from sweeps.training.hf_trainer import SweepTrainer
+from sweeps.training.sft_trainer import SweepTrainer
 
 MODEL_PART = ".model.part"  # the folder of a run in which model/ is being written
-ADAPTER = "default"  # peft's name of the one adapter that each layer has
 
 
 def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -37,8 +43,8 @@ def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> Non
                 model.save_pretrained(str(part), state_dict=weights)
             else:
                 if lora is not None:
-                    weights = merge_adapters(weights, model)
-                    model = model.get_base_model()
+                    model = merge_adapters(weights, model, config)
+                    weights = model.state_dict()
                 if config.tie_word_embeddings:
                     weights.pop("lm_head.weight", None)
                 # In transformers it may also be a string; `load_model` has set a torch.dtype.
@@ -59,51 +65,20 @@ def in_precision(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Te
     return converted
 
 
-def merge_adapters(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The weights of an ordinary model, W + (alpha / r) B A, from those of one with adapters.
+def merge_adapters(
+    weights: dict[str, Tensor], model: Any, config: PreTrainedConfig
+) -> PreTrainedModel:
+    """The ordinary model of one with adapters, in fp32, by peft.
 
-    `weights` are all of `model`'s, gathered from all ranks. peft puts `base_model.model.` before
-    every name, and keeps the W of a layer with adapters as `….base_layer.weight`.
-    `model_loading.refuse_what_cannot_be_merged` has seen to it that every adapter has a W to which
+    `weights` are all of `model`'s, gathered from all ranks; its own may be parts of them.
+    `model_loading.add_adapters` has seen to it that every adapter has a weight of its own to which
     it can be added.
     """
-    from peft.tuners.lora import LoraLayer
+    from peft import get_peft_model
 
-    layers = {}
-    for layer_name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
-            # FSDP1 wraps modules, which their names show and those of the weights do not.
-            layers[layer_name.replace("_fsdp_wrapped_module.", "")] = layer
-    merged = {}
-    for name, weight in weights.items():
-        if ".lora_" in name:
-            continue
-        layer_name = name.removesuffix(".base_layer.weight")
-        if layer_name != name:
-            change = weight_change(weights, layer_name, layers[layer_name])
-            weight = weight.float() + change
-        plain_name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        merged[plain_name] = weight
-    return merged
-
-
-def weight_change(weights: dict[str, Tensor], layer_name: str, layer: Any) -> Tensor:
-    """What a layer's adapter adds to its weight W: (alpha / r) B A, in the shape of W, in fp32.
-
-    B A is (outputs, inputs), as the weight of a linear layer is. The weight of an embedding is
-    (tokens, features), where the tokens are the inputs, and GPT-2's Conv1D also has the inputs
-    first (`fan_in_fan_out`). For both of these it is transposed.
-    """
-    from peft.tuners.lora import Embedding
-
-    is_embedding = isinstance(layer, Embedding)
-    if is_embedding:
-        a = weights[f"{layer_name}.lora_embedding_A.{ADAPTER}"]
-        b = weights[f"{layer_name}.lora_embedding_B.{ADAPTER}"]
-    else:
-        a = weights[f"{layer_name}.lora_A.{ADAPTER}.weight"]
-        b = weights[f"{layer_name}.lora_B.{ADAPTER}.weight"]
-    product = b.float() @ a.float()
-    if is_embedding or layer.fan_in_fan_out:
-        product = product.T
-    return product * layer.scaling[ADAPTER]
+    unset_hf_deepspeed_config()  # With ZeRO-3's, transformers would split this model over ranks.
+    with init_empty_weights(include_buffers=False):
+        base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    whole = get_peft_model(base, model.peft_config[model.active_adapter])
+    whole.load_state_dict(weights, assign=True)
+    return whole.float().merge_and_unload()

@@ -3,23 +3,20 @@
 `sweeps.runs.conversations` reads the file, which launching does too, to refuse a bad one early.
 `datasets` keeps the result in its cache, so that it is made once for a file, tokenizer, template,
 length and number of conversations (max_train_samples + held_out), and all runs and ranks share it.
-`sweeps.training.global_batches` deals it out.
+`sweeps.training.micro_batches` deals it out.
 """
 
-import contextlib
 import hashlib
 import json
 import math
 import multiprocessing
 import os
 import re
-import socket
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -28,7 +25,7 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
 from calibeval.ask.engines import load_tokenizer
-from calibeval.io import InputError, read_text, sha256, write_text
+from calibeval.io import InputError, read_text, sha256
 from sweeps.runs.conversations import conversations
 from sweeps.runs.files import locked
 from sweeps.runs.processes import end_with_parent_and_ignore_warnings
@@ -49,11 +46,7 @@ COLUMNS: dict[str, Any] = {
 # is. alpaca.jinja tells a row that has an `input` by the words "### Input:", which
 # `sweeps.runs.conversations` writes between the instruction and the input.
 TEMPLATES = Path(__file__).parent / "chat_templates"
-# Seconds of waiting for another process that tokenizes the same file: until it is told, between
-# two tellings, and until it is given up.
-FIRST_NOTICE = 3
-NOTICE_INTERVAL = 600
-TOKENIZING_PATIENCE = 12 * 3600
+TOKENIZING_PATIENCE = 12 * 3600  # seconds of waiting for another process that tokenizes the file
 
 
 def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
@@ -124,10 +117,11 @@ def tokenize_file(
 
     Columns: `input_ids`; `labels`, which are −100 where nothing is learned; `length`, the number of
     tokens; `targets`, the number of labels that are not −100. The cache has a file for every
-    `conversations_per_shard` conversations, which one process makes.
+    `conversations_per_shard` conversations, which one process makes. Ranks and runs that begin
+    together wait for the first of them.
 
     Raises InputError for a file that cannot be read, for a template that hides the assistant's
-    part, and where one of the processes is killed.
+    part, where one of the processes is killed, and after twelve hours of waiting.
     """
     path = Path(train_options.train_file)
     limit = None
@@ -145,7 +139,8 @@ def tokenize_file(
     )
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
-    with locked_cache(cache / f"{tokens_fingerprint}.lock", path):
+    busy = f"{path}: another process is tokenizing it"
+    with locked(cache / f"{tokens_fingerprint}.lock", TOKENIZING_PATIENCE, busy):
         try:
             conversations_as_json = Dataset.from_generator(
                 messages_as_json,
@@ -155,47 +150,47 @@ def tokenize_file(
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None
         count = math.ceil(len(conversations_as_json) / conversations_per_shard)
-        shards = []
+        shards = {}
         for index in range(count):
-            part = conversations_as_json.shard(count, index, contiguous=True)
             file = cache / f"{tokens_fingerprint}-{index:05}-of-{count:05}.arrow"
-            shards.append(Shard(part, file))
-        encode_shards(shards, path, tokenizer, train_options.max_seq_length)
-        tokens = concatenate_datasets([Dataset.from_file(str(shard.file)) for shard in shards])
+            shards[file] = conversations_as_json.shard(count, index, contiguous=True)
+        lacking = {file: shard for file, shard in shards.items() if not file.exists()}
+        encode_shards(lacking, path, tokenizer, train_options.max_seq_length)
+        tokens = concatenate_datasets([Dataset.from_file(str(file)) for file in shards])
     tokens._fingerprint = tokens_fingerprint
     return tokens
 
 
-class Shard(NamedTuple):
-    """Some of a file's conversations, and where in the cache their tokens are."""
-
-    conversations: Dataset  # as `messages_as_json` yields them
-    file: Path
-
-
 def encode_shards(
-    shards: Sequence[Shard],
+    shards: Mapping[Path, Dataset],
     train_file: Path,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None,
 ) -> None:
-    """Make the files of those shards that the cache lacks, each in one of several processes.
+    """Write the tokens of each shard into its file, on all cores; a file appears whole.
 
     Raises what a process raises, and InputError where one is killed.
     """
-    lacking = [shard for shard in shards if not shard.file.exists()]
-    processes = min(len(os.sched_getaffinity(0)), len(lacking))
+    processes = min(len(os.sched_getaffinity(0)), len(shards))
     if processes <= 1:
-        for shard in lacking:
-            encode_shard(shard, tokenizer, max_length)
+        for file, shard in shards.items():
+            encode_shard(shard, file, tokenizer, max_length)
         return
     # Processes of a run that is killed must end with it.
     os.register_at_fork(after_in_child=end_with_parent_and_ignore_warnings)
-    # An executor notes when one of its processes dies. The pool of `Dataset.map` waits for good
-    # where the process held the lock of the pool's queue.
-    executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
-    with one_thread_tokenizers(), executor:
-        futures = [executor.submit(encode_shard, shard, tokenizer, max_length) for shard in lacking]
+    # An executor notes when one of its processes dies. `Dataset.map` with several processes hangs
+    # then, also in datasets 5.2.
+    executor = ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("fork"),
+        initializer=os.putenv,
+        initargs=("TOKENIZERS_PARALLELISM", "false"),  # one core each
+    )
+    with executor:
+        futures = [
+            executor.submit(encode_shard, shard, file, tokenizer, max_length)
+            for file, shard in shards.items()
+        ]
         try:
             for future in as_completed(futures):
                 future.result()
@@ -209,72 +204,19 @@ def encode_shards(
             executor.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def one_thread_tokenizers() -> Iterator[None]:
-    """Let processes that are forked here tokenize on one core each.
-
-    Afterwards tokenizers are as parallel as before, for the prompts when the model is scored.
-    """
-    parallelism = os.environ.get("TOKENIZERS_PARALLELISM", "true")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = parallelism
-
-
-def encode_shard(shard: Shard, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> None:
-    """Write the tokens of a shard into its file, which appears whole."""
-    shard.conversations.map(
+def encode_shard(
+    shard: Dataset, file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> None:
+    """Write the tokens of some conversations, as `messages_as_json` yields them, into a file."""
+    shard.map(
         encode_batch,
         batched=True,
         fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
         remove_columns="messages",
         features=Features(COLUMNS),  # type: ignore[arg-type]
-        cache_file_name=str(shard.file),
-        new_fingerprint=shard.file.stem,
+        cache_file_name=str(file),
+        new_fingerprint=file.stem,
     )
-
-
-@contextlib.contextmanager
-def locked_cache(lock: Path, train_file: Path) -> Iterator[None]:
-    """Hold the lock under which a file is tokenized.
-
-    Ranks and runs that begin together wait here for the first of them. They say which process they
-    wait for: after a few seconds, and then every ten minutes. Raises InputError after twelve hours.
-    """
-    # The holder's name stands in a file of its own. To write it into the locked file would drop the
-    # lock: a process loses its lock (lockf) when it closes any handle of that file.
-    holder_file = lock.with_suffix(".holder")
-    waited = 0
-    patience = FIRST_NOTICE
-    with contextlib.ExitStack() as stack:
-        while True:
-            try:
-                # It says nothing of the wait itself: the lines below name who is waited for.
-                stack.enter_context(locked(lock, patience, "busy", silent_seconds=math.inf))
-                break
-            except InputError:
-                waited += patience
-                patience = NOTICE_INTERVAL
-            message = f"{train_file}: {_holder(holder_file)} is tokenizing it"
-            if waited > TOKENIZING_PATIENCE:
-                hours = TOKENIZING_PATIENCE // 3600
-                raise InputError(f"{message}, for {hours} hours; end it and launch again")
-            print(f"waiting: {message}", file=sys.stderr, flush=True)
-        write_text(holder_file, f"process {os.getpid()} on {socket.gethostname()}")
-        try:
-            yield
-        finally:
-            holder_file.unlink(missing_ok=True)
-
-
-def _holder(holder_file: Path) -> str:
-    """Which process holds a lock: what it has written, or some words where it has not yet."""
-    try:
-        return read_text(holder_file)
-    except InputError:
-        return "another process"
 
 
 def fingerprint(*parts: object) -> str:

@@ -10,10 +10,10 @@ test -e "$venv/.ready" && exit 0
 test -d "$venv" || "${PYTHON:-python3}" -m venv "$venv"
 pip=("$venv/bin/pip" install --quiet --disable-pip-version-check -c configs/constraints-cpu.txt)
 "${pip[@]}" torch
-# TRL 1.9.0 is what axolotl 0.19.0 asks for, whose trainers of fine-tuning are none of TRL's. patch_trainer
-# refuses that TRL's SFTTrainer; tests/eval/peers_env.sh has the TRL that tests/kernel/test_hf_trainers.py needs.
-"${pip[@]}" peft trl==1.9.0 lightning==2.6.6 \
-    -e ./kernel -e ./eval -e ./slurm -r tests/requirements.txt
+"${pip[@]}" peft accelerate datasets transformers lightning==2.6.6 \
+    -e ./kernel -e ./eval -r tests/requirements.txt
+# What axolotl 0.19.0 asks for, and no TRL that patch_trainer takes: tests/eval/peers_env.sh has one.
+"$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps trl==1.9.0
 "${pip[@]}" --no-deps axolotl==0.19.0 nemo_automodel==0.7.0 torchtitan==0.3.0 kernels==0.17.2
 "${pip[@]}" triton addict numba colorama pillow python-dotenv spmd_types==0.2.3 tyro torchdata # what those import
 touch "$venv/.ready"

@@ -1,14 +1,13 @@
-"""A run's options in the words of transformers' TrainingArguments."""
+"""A run's options in the words of TRL's SFTConfig."""
 
 import os
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import str_to_bool
-from transformers import TrainingArguments
+from trl import SFTConfig
 
 from calibeval.io import InputError
 from sweeps.runs.run import Run
@@ -19,29 +18,13 @@ from sweeps.training.options import TrainOptions
 TRACKER_PROJECT = "sweeps"
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How a run is sharded over its ranks: the files that `world` names, adapted.
-
-    FSDP and ZeRO-3 split weights, gradients and the optimizer's state; ZeRO-2 splits the latter two
-    alone. Without either file every rank has all of them.
-    """
-
-    deepspeed: dict[str, Any] | None
-    fsdp: dict[str, Any] | None
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether the run is sharded by FSDP2, which shards each weight and not flat groups."""
-        return self.fsdp is not None and self.fsdp["version"] == 2
-
-
-def training_arguments(
+def sft_config(
     run: Run, train_options: TrainOptions, world: World, total_updates: int
-) -> TrainingArguments:
-    """The arguments of the Trainer. Making them joins this process to the other ranks.
+) -> SFTConfig:
+    """The configuration of the SFTTrainer. Making it joins this process to the other ranks.
 
-    They must be made before the model, because ZeRO-3 splits weights while they are loaded.
+    It must be made before the model, because ZeRO-3 splits weights while they are loaded. How many
+    micro-batches an update has, and whether they are packed, is not known then (`fit`).
     Raises InputError where another number of processes runs than the sweep file asks for, and for
     an FSDP file with a setting that means nothing.
     """
@@ -49,69 +32,43 @@ def training_arguments(
     clip_grad_norm = gradient_norm_limit(train_options, deepspeed)
     if deepspeed is not None:
         deepspeed = adapted_deepspeed_config(deepspeed, clip_grad_norm)
-    sharding = Sharding(deepspeed, adapted_fsdp_config(world))
-
-    # TrainingArguments and trackers read the environment, so that it is set first.
-    if deepspeed is not None and not torch.cuda.is_available():
+    fsdp = adapted_fsdp_config(world)
+    gpu = torch.cuda.is_available()
+    # SFTConfig reads the environment, as trackers do, so that it is set first.
+    if deepspeed is not None and not gpu:
         start_deepspeed_without_gpu()
     prepare_trackers(run)
+    # transformers warns where gradient checkpointing meets FSDP: the backward pass would gather all
+    # weights a second time. That is true of FSDP1 alone, and `activation_checkpointing`, which it
+    # advises, draws other dropout masks when it recomputes. So under FSDP2 it is switched on below.
+    is_fsdp2 = fsdp is not None and fsdp["version"] == 2
     # By this call the process joins the other ranks.
-    arguments = make_arguments(run, train_options, world, sharding, clip_grad_norm, total_updates)
-    # Under FSDP2 `make_arguments` has left it off, to be spared a warning that is untrue there.
-    arguments.gradient_checkpointing = train_options.gradient_checkpointing
-    use_one_gpu(arguments)
-    if arguments.world_size != world.processes:
-        raise InputError(
-            f"{run.config_file}: world asks for {world.processes} processes, "
-            f"{arguments.world_size} started; launch with `python -m sweeps train`"
-        )
-    return arguments
-
-
-def make_arguments(
-    run: Run,
-    train_options: TrainOptions,
-    world: World,
-    sharding: Sharding,
-    clip_grad_norm: float,
-    total_updates: int,
-) -> TrainingArguments:
-    """The options of a run by transformers' names, before `training_arguments` completes them."""
-    gpu = torch.cuda.is_available()
-    is_sharded = sharding.deepspeed is not None or sharding.fsdp is not None
-    # TrainingArguments warn where gradient checkpointing meets FSDP: the backward pass would gather
-    # all weights a second time. That is true of FSDP1 alone, and `activation_checkpointing`, which
-    # they advise, draws other dropout masks when it recomputes. So under FSDP2 they are made
-    # without gradient checkpointing, and `training_arguments` switches it on afterwards.
-    checkpointing_from_start = train_options.gradient_checkpointing and not sharding.is_fsdp2
-    return TrainingArguments(
+    config = SFTConfig(
         output_dir=str(run.checkpoints / PART),
         max_steps=total_updates,
+        max_length=None,  # `tokenization` has cut them.
         learning_rate=train_options.learning_rate,
         lr_scheduler_type=train_options.lr_scheduler_type,
         warmup_steps=int(total_updates * train_options.warmup_ratio),
         weight_decay=train_options.weight_decay,
         max_grad_norm=clip_grad_norm,
-        per_device_train_batch_size=train_options.per_device_train_batch_size,
-        gradient_checkpointing=checkpointing_from_start,
+        gradient_checkpointing=train_options.gradient_checkpointing and not is_fsdp2,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         seed=train_options.seed,
-        # Trackers show it. The loss that it would switch on is never computed: `training_step` does
-        # not call it, and `patch_trainer` removes it. patch_trainer refuses a factor above 0 that
-        # is not its own label_smoothing.
-        label_smoothing_factor=train_options.label_smoothing,
         bf16=world.mixed_precision == "bf16",
         fp16=world.mixed_precision == "fp16",
-        deepspeed=sharding.deepspeed,
+        deepspeed=deepspeed,
         # transformers 5 takes a bool here; its annotation still has the words of transformers 4.
-        fsdp=sharding.fsdp is not None,  # type: ignore[arg-type]
-        fsdp_config=sharding.fsdp,
+        fsdp=fsdp is not None,  # type: ignore[arg-type]
+        fsdp_config=fsdp,
         ddp_find_unused_parameters=False,
         # By `use_cpu` accelerate would leave out DeepSpeed and FSDP. Runs that are sharded without
         # a GPU, as in tests, go without it.
-        use_cpu=not gpu and not is_sharded,
+        use_cpu=not gpu and deepspeed is None and fsdp is None,
         # `start_deepspeed_without_gpu` has made a state, which is used as it is.
-        accelerator_config={"use_configured_state": sharding.deepspeed is not None and not gpu},
+        accelerator_config={"use_configured_state": deepspeed is not None and not gpu},
+        average_tokens_across_devices=False,  # `SweepTrainer.compute_loss` divides the loss.
+        router_aux_loss_coef=0.0,  # TRL would add a mixture of experts' loss for their balance.
         save_strategy="no",  # ScheduleCallback decides when to save.
         logging_steps=train_options.logging_steps,
         logging_nan_inf_filter=False,  # The filter would wait for the GPU in every update.
@@ -122,6 +79,14 @@ def make_arguments(
         run_name=run.name,
         project=TRACKER_PROJECT,
     )
+    config.gradient_checkpointing = train_options.gradient_checkpointing
+    use_one_gpu(config)
+    if config.world_size != world.processes:
+        raise InputError(
+            f"{run.config_file}: world asks for {world.processes} processes, "
+            f"{config.world_size} started; launch with `python -m sweeps train`"
+        )
+    return config
 
 
 def start_deepspeed_without_gpu() -> None:
@@ -130,15 +95,15 @@ def start_deepspeed_without_gpu() -> None:
     PartialState(backend="gloo")
 
 
-def use_one_gpu(arguments: TrainingArguments) -> None:
+def use_one_gpu(config: SFTConfig) -> None:
     """Let this process train on its own GPU alone, however many it sees.
 
     transformers would wrap the model of a single process in nn.DataParallel, over all GPUs that
     CUDA_VISIBLE_DEVICES leaves visible. That scatters rows, of which a packed batch has one.
     """
-    if arguments.n_gpu > 1:
-        print(f"note: of {arguments.n_gpu} visible GPUs {arguments.device} is used", flush=True)
-        arguments._n_gpu = 1
+    if config.n_gpu > 1:
+        print(f"note: of {config.n_gpu} visible GPUs {config.device} is used", flush=True)
+        config._n_gpu = 1
 
 
 def gradient_norm_limit(train_options: TrainOptions, deepspeed: dict[str, Any] | None) -> float:
@@ -196,11 +161,11 @@ def first_rank_reads(world: World) -> bool:
 
 
 def adapted_deepspeed_config(deepspeed: dict[str, Any], clip_grad_norm: float) -> dict[str, Any]:
-    """A DeepSpeed config in which one batch of the Trainer is a whole update."""
+    """A DeepSpeed config that leaves the accumulation of gradients to the Trainer."""
     adapted = dict(deepspeed)
     # DeepSpeed checks that the two batch sizes and the accumulation multiply out, and reads nothing
     # else from the sizes. By the accumulation it would divide losses, and make its step every so
-    # many backward passes. `SweepTrainer` does both itself, so the accumulation is 1.
+    # many backward passes. The Trainer says when, so the accumulation is 1.
     adapted["train_micro_batch_size_per_gpu"] = "auto"
     adapted["train_batch_size"] = "auto"
     adapted["gradient_accumulation_steps"] = 1
