@@ -379,8 +379,10 @@ def prompts_digest(prompts: Iterable[tuple[str | None, int]]) -> str:
     It depends on their order. `prompts_sha256` of a sidecar is of the file's order, that of an
     `Evaluation` of the order of the ids, so that files in other orders can be compared.
     """
-    lines = [f"{digest} {label}\n" for digest, label in prompts]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    total = hashlib.sha256()
+    for digest, label in prompts:
+        total.update(f"{digest} {label}\n".encode())
+    return total.hexdigest()
 
 
 def meta(path: Path) -> dict[str, Any]:
