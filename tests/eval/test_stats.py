@@ -401,7 +401,7 @@ def test_kept_evaluations_do_not_hide_what_a_sidecar_says(kept, refused):
 def test_a_sidecar_of_another_shape_is_refused(kept, refused):
     path, _, _ = kept
     path.with_name("a.jsonl.meta.json").write_text('{"settings": 5}')
-    assert "a.jsonl.meta.json: settings is 5; expected an object" in refused("metrics", path)
+    assert "a.jsonl.meta.json: settings is 5: expected keys with values" in refused("metrics", path)
 
 
 def test_an_id_that_is_no_text_is_refused(tmp_path, refused):
