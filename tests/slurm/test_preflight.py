@@ -790,7 +790,7 @@ def test_a_profiles_interpreter_is_asked_for_packages(toy_file, profile, bare_py
 
 def test_a_profiles_interpreter_is_asked_for_what_trains(sweep_file, profile, bare_python):
     printed = problems(sweep_file(cluster=profile(python=f"'{bare_python}'")))
-    absent = "accelerate datasets pydantic submitit torch transformers yaml"
+    absent = "accelerate datasets pydantic submitit torch transformers trl yaml"
     assert printed.endswith(f"lacks packages that runs need: {absent}")
 
 
