@@ -47,7 +47,6 @@ def test_int32_labels_give_what_int64_labels_give(impl):
         (torch.float64, {"reduction": "none"}, linear_cross_entropy),
         (torch.float64, {"softcap": 2.0}, compiled_loss),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 def test_the_gradient_of_an_fp32_bias_has_its_precision(impl, dtype, options, loss):

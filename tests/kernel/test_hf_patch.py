@@ -110,7 +110,6 @@ def own_loss(hidden, weight, labels):
 @pytest.mark.parametrize(
     "settings",
     [{"label_smoothing": 0.1}, {"label_smoothing": 0.1, "reduction": "sum"}, {"loss": own_loss}],
-    ids=str,
 )
 def test_the_trainers_count_of_items_divides_a_mean(settings, architecture, items):
     """It is a fraction where trainers divide by ranks and micro-batches once more. Where all is
@@ -184,9 +183,7 @@ def test_evaluation_ignores_the_labels_that_training_ignores(eval_logits, shifte
 
 
 @pytest.mark.parametrize("eval_logits", [True, False])
-@pytest.mark.parametrize(
-    "settings", [{"reduction": "sum"}, {"z_loss": 0.1}, {"loss": own_loss}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"reduction": "sum"}, {"z_loss": 0.1}, {"loss": own_loss}])
 def test_training_in_evaluation_mode_warns_for_whatever_is_left_out(settings, eval_logits):
     """Times a factor that expects a sum, the mean would train far too weakly."""
     model = patch_model(tiny(), **settings, eval_logits=eval_logits).eval()

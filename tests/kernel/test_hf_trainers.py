@@ -201,7 +201,7 @@ def test_the_callback_refuses_what_it_cannot_serve(keywords, arguments, error, n
 
 
 @pytest.mark.parametrize(
-    "settings", [{"label_smoothing": BETA}, {"z_loss": 1e-4}, {"loss": mean_loss}], ids=str
+    "settings", [{"label_smoothing": BETA}, {"z_loss": 1e-4}, {"loss": mean_loss}]
 )
 def test_a_step_that_takes_another_loss_after_patch_trainer_is_refused(settings, tmp_path):
     trainer = patch_trainer(make_trainer(tmp_path, tiny()), **settings)
