@@ -82,6 +82,7 @@ get="git clone $repository FOLDER && git -C FOLDER checkout $commit"
 [ -d "$checkout" ] || fail "$checkout is not a folder; to get a checkout: $get"
 target=$checkout/$file
 [ -f "$target" ] || fail "$checkout has no $file, so it is no open-instruct checkout; to get one: $get"
+[ ! -L "$target" ] || fail "$file in $checkout is a link, whose target would be shown and changed: copy the file there"
 [ "$(wc -c < "$target")" -lt 4000000 ] || fail "$file in $checkout has more than 4 MB, so it is not open-instruct's"
 ! grep -q $'\r$' "$target" ||
   fail "$file in $checkout ends its lines as on Windows (git's core.autocrlf), and the patches do not, so nothing was changed: sed -i 's/\\r\$//' $target"

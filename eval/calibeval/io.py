@@ -365,7 +365,7 @@ def progress(name: str, total: int, unit: str = "it") -> "tqdm[NoReturn]":
     from tqdm import tqdm
 
     return tqdm(
-        desc=name,
+        desc=printable(name),
         total=total,
         unit=unit,
         unit_scale=True,

@@ -110,6 +110,32 @@ def test_nobody_waits_for_a_planted_pipe(toy_file, word, name):
     assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("place", ["jobs", "jobs/abc123", "own-run", "RUN/scores"])
+@pytest.mark.parametrize("word", ["status", "collect", "cancel", "logs"])
+def test_no_look_goes_through_a_planted_link(toy_file, tmp_path, word, place):
+    """`cancel` ended another sweep's job, and `collect` wrote beside other records."""
+    run = prepare(toy_file(grid={}))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    planted = run.path.parent / place.replace("RUN", run.name)
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    if planted.is_dir():
+        planted.rmdir()
+    planted.symlink_to(mine)
+    done = command(word, run.path.parent, timeout=60)
+    assert done.returncode == 2 and f"{planted}: is a link to {mine}" in done.stderr
+    assert not list(mine.iterdir())
+
+
+def test_no_log_is_shown_through_a_planted_link(toy_file, tmp_path):
+    run = prepare(toy_file(grid={}))
+    (tmp_path / "mine").write_text("secret")
+    (run.path / "train.log").unlink(missing_ok=True)
+    (run.path / "train.log").symlink_to(tmp_path / "mine")
+    done = command("logs", run.path.parent, run.name, timeout=60)
+    assert "secret" not in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.fixture
 def planted(toy_file, tmp_path) -> Path:
     """A folder that holds somebody's sweep, whose backend leaves a mark where it is imported.

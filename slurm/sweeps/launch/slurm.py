@@ -613,7 +613,7 @@ def cancel(plan: SweepPlan, of_whole_folder: bool) -> tuple[list[LiveElement], l
         job_folder = plan.folder / "jobs" / element.tag
         if key not in is_ours:
             is_ours[key] = prints_into(element.array_id, job_folder, element.cluster)
-        if is_ours[key] and "/" not in (element.run or ""):
+        if is_ours[key] and element.run not in (".", "..") and "/" not in (element.run or ""):
             live.append(element)
         else:
             remedy = f"if it is yours all the same: scancel {element.label}"

@@ -108,9 +108,17 @@ def touch(path: Path) -> None:
         pass
 
 
+def unlinked_file(path: str | Path, flags: int) -> int:
+    """Open a file of a sweep's folder to read, as the `opener` of `open` does.
+
+    A link raises OSError: somebody else may have put it there, to a file that only its reader sees.
+    """
+    return regular_file(path, flags | os.O_NOFOLLOW)
+
+
 def text_of(path: Path) -> str:
     """The text of a file; raises OSError, FileNotFoundError among it, where it cannot be read."""
-    with open(path, encoding="utf-8", errors="replace", opener=regular_file) as file:
+    with open(path, encoding="utf-8", errors="replace", opener=unlinked_file) as file:
         if os.fstat(file.fileno()).st_size > WHOLE_FILE:
             raise OSError(errno.EFBIG, f"is larger than {WHOLE_FILE:,} bytes", os.fspath(path))
         return file.read()
@@ -145,7 +153,7 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
 
 def _last_text(path: Path, size: int) -> str:
     """The last `size` bytes of a file as text; nothing if it is absent."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as data:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=unlinked_file) as data:
         data.seek(max(0, os.fstat(data.fileno()).st_size - size))
         return data.read(size).decode("utf-8", "replace")
     return ""

@@ -136,12 +136,30 @@ def plan_to_look_at(source: Path, assignments: list[str]) -> SweepPlan:
 
     A folder may be anybody's: its launched.yaml may name any module. See `_runs_in_folders`.
     """
-    return _plan(source, assignments, imports=_is_trusted)
+    plan = _plan(source, assignments, imports=_is_trusted)
+    _refuse_links(plan.folder)
+    return plan
 
 
 def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
     """The plan of a sweep whose backend is not imported: see `_runs_in_folders`."""
-    return _plan(source, assignments, imports=_imports_nothing)
+    plan = _plan(source, assignments, imports=_imports_nothing)
+    _refuse_links(plan.folder)
+    return plan
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise InputError for a link to a folder where this project makes none in a sweep's folder.
+
+    Somebody else may have put it there, for those who look to read, write or cancel elsewhere.
+    """
+    jobs = folder / "jobs"
+    for place in (jobs, *jobs.glob("*"), *folder.glob("[!.]*"), *folder.glob("*/scores")):
+        if place.name != "results" and place.is_symlink() and place.is_dir():
+            raise InputError(
+                f"{place}: is a link to {os.readlink(place)}, which would be looked into; delete "
+                "it, or put the folder itself there"
+            )
 
 
 def _imports_backend(read: "_ReadSweep") -> bool:

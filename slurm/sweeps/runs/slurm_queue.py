@@ -202,11 +202,12 @@ def live_elements(folder: Path) -> list[LiveElement]:
             "--format=%F|%K|%T|%j|%r|%S",
             cluster=cluster,
         )
+        id_of_tag = {tag: _noted_id(folder / "jobs" / tag) for tag in names_of_tag}
         for line in listed.splitlines():
             match = LISTED_ELEMENT.fullmatch(line)
             if match is None or match["tag"] not in names_of_tag:
                 continue
-            if _noted_id(folder / "jobs" / match["tag"]) not in (None, match["array"]):
+            if id_of_tag[match["tag"]] not in (None, match["array"]):
                 continue  # of another sweep's job, which happens to be called so
             elements.append(_live_element(match, folder, names_of_tag, cluster))
     return elements
@@ -302,26 +303,28 @@ def submitted_elements(folder: Path) -> dict[str, list[SubmittedElement]]:
         only_scores = re.search(name, script, re.MULTILINE) is not None
         is_array = "\n#SBATCH --array=" in script
         cluster = cluster_of_job(job_folder)
+        array_id = _noted_id(job_folder)
         for index, run in enumerate(text_of(names_file).splitlines()):
-            label, log = _label_and_log(job_folder, f"_{index}" if is_array else "")
+            label, log = _label_and_log(job_folder, array_id, f"_{index}" if is_array else "")
             element = SubmittedElement(label, log, only_scores, cluster)
             elements.setdefault(run, []).append(element)
     return elements
 
 
-def _label_and_log(job_folder: Path, index: str) -> tuple[str | None, Path | None]:
+def _label_and_log(
+    job_folder: Path, array_id: str | None, index: str
+) -> tuple[str | None, Path | None]:
     """The label and the log of an element of a folder's array, as far as known.
 
 
     `index` is the label's end, _3 of 12_3, and "" of a job without an array.
     """
     ending = "_0_log.out"  # 0 is the element's only task, as srun counts
-    try:
-        label = f"{text_of(job_folder / 'id').strip()}{index}"
-    except FileNotFoundError:
+    if array_id is None:
         for log in job_folder.glob(f"*{index}{ending}"):
             return log.name.removesuffix(ending), log
         return None, None
+    label = f"{array_id}{index}"
     return label, job_folder / f"{label}{ending}"
 
 

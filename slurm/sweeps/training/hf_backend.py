@@ -8,8 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from calibeval.io import parse_json
-from sweeps.runs.files import text_of
+from calibeval.io import parse_json, read_text
 from sweeps.runs.run import Run
 from sweeps.runs.schema import World
 from sweeps.training import starting_ranks
@@ -76,7 +75,7 @@ def _config_on_disk(model: str) -> dict[str, Any]:
             return {}
         file = Path(cached)
     try:
-        config = parse_json(text_of(file))
+        config = parse_json(read_text(file))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
