@@ -121,10 +121,11 @@ def test_the_readmes_trl_script_trains_with_smoothing(world, monkeypatch):
     page = (EXAMPLES.parents[1] / "README.md").read_text(encoding="utf-8")
     script = page.split("```python\n")[1].split("```")[0]
     changes = {
-        '"trl-lib/Capybara"': f'"json", data_files="{world / "data.jsonl"}"',
-        '"Qwen/Qwen2.5-0.5B"': f'"{world / "model"}"',
-        'output_dir="out"': f'output_dir="{world / "out"}", max_steps=2, use_cpu=True, '
-        'logging_steps=1, report_to="none"',
+        '"chats.jsonl"': f'"{world / "data.jsonl"}"',
+        '"Qwen/Qwen2.5-0.5B-Instruct"': f'"{world / "model"}"',
+        # The tiny model's template has no marks of what the assistant says.
+        'output_dir="out", assistant_only_loss=True': f'"{world / "out"}", max_steps=2, '
+        'use_cpu=True, logging_steps=1, report_to="none"',
     }
     for printed, local in changes.items():
         assert printed in script
@@ -148,7 +149,7 @@ def test_the_readmes_trl_script_trains_with_smoothing(world, monkeypatch):
 
 @pytest.fixture
 def own_script(world):
-    """own_script(*callbacks) → a patched SFTTrainer of three updates, and the page's snippets."""
+    """A factory of a patched SFTTrainer of three updates, and the page's snippet with a word."""
     trl = pytest.importorskip("trl", minversion="1.16")  # the page is of it
     import datasets
     import transformers
@@ -156,7 +157,12 @@ def own_script(world):
     from smoothce import patch_trainer
 
     page = (EXAMPLES.parents[1] / "docs" / "own-script.md").read_text(encoding="utf-8")
-    snippets = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+    def snippet(word):
+        (found,) = [block for block in blocks if word in block]
+        return found
+
     rows = [{"prompt": "which stone", "completion": " the moon sees it"} for _ in range(12)]
 
     def make(*callbacks):
@@ -171,22 +177,22 @@ def own_script(world):
         )
         return patch_trainer(trainer, label_smoothing=0.1)
 
-    return make, snippets
+    return make, snippet
 
 
 @pytest.mark.slow
 def test_the_page_on_own_scripts_shows_a_batch_and_that_it_is_smoothed(own_script, capsys):
-    make, (_, look_at_a_batch, _, compare) = own_script
+    make, snippet = own_script
     trainer = make()
     capsys.readouterr()
-    exec(look_at_a_batch, {"trainer": trainer})
+    exec(snippet("get_train_dataloader"), {"trainer": trainer})
     padding, learned, text = capsys.readouterr().out.splitlines()
     assert padding == "padding: 0% of the tokens"  # the rows are alike
     assert 0 < int(re.search(r"learned: (\d+)%", learned).group(1)) < 100
     assert text.strip() == "the moon sees it</s>"
 
     ids = torch.arange(3, 12)[None]
-    exec(compare, {"torch": torch, "model": trainer.model, "ids": ids})
+    exec(snippet("plain = "), {"torch": torch, "model": trainer.model, "ids": ids})
     smoothed, plain = map(float, capsys.readouterr().out.split())
     with torch.no_grad():
         logits = trainer.model.eval()(input_ids=ids).logits[:, :-1].flatten(0, 1).float()
@@ -199,7 +205,7 @@ def test_the_page_on_own_scripts_shows_a_batch_and_that_it_is_smoothed(own_scrip
 def test_the_page_on_own_scripts_says_what_a_nan_looks_like_and_stops_there(own_script):
     from transformers import TrainerCallback
 
-    make, (_, _, stop_at_nan, _) = own_script
+    make, snippet = own_script
 
     class Break(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -213,7 +219,7 @@ def test_the_page_on_own_scripts_says_what_a_nan_looks_like_and_stops_there(own_
     assert second["loss"] == 0 and second["grad_norm"] != second["grad_norm"]
 
     trainer = make(Break())
-    exec(stop_at_nan, {"trainer": trainer})
+    exec(snippet("class StopAtNaN"), {"trainer": trainer})
     with pytest.raises(ValueError, match="step 2: the gradient's norm is nan"):
         trainer.train()
 
