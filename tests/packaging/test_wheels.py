@@ -84,7 +84,7 @@ def test_all_have_one_version_types_and_a_license(wheels):
         versions.add(fields["Version"])
         assert f"{package}/py.typed" in names
         assert [name for name in names if name.endswith("licenses/LICENSE")]
-        assert not [name for name in names if "records/" in name or name.startswith("tests")]
+        assert not [name for name in names if ".jsonl" in name or name.startswith("tests")]
     assert len(versions) == 1
 
 
