@@ -54,37 +54,20 @@ def trainer_of(model_name: str, trainer_name: str, arguments: Namespace) -> tupl
     import torch
     import transformers
     from datasets import Dataset
-    from trl import SFTTrainer
 
-    from smoothce import patch_trainer, use_packed_attention
-
-    contender = training.TRAINERS[trainer_name]
-    configuration = training.MODELS[model_name]
+    benchmark_model = training.MODELS[model_name]
+    model_class = getattr(transformers, f"{benchmark_model.architecture}ForCausalLM")
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = getattr(transformers, f"{configuration.architecture}ForCausalLM")(
-            configuration.config()
-        )
-    clock = training.stopwatch()
+        model = model_class(benchmark_model.config())
     folder = training.model_folder(model_name, arguments)
-    rows = folder / "tokens.jsonl"
-    with open(rows, "w", encoding="utf-8") as out:
+    file = folder / "tokens.jsonl"
+    with open(file, "w", encoding="utf-8") as out:
         for row in training.tokenized(model_name, arguments):
             out.write(f"{json.dumps(row)}\n")
-    trainer = SFTTrainer(
-        model,
-        args=training.trl_config(model_name, trainer_name, arguments),
-        train_dataset=Dataset.from_json(str(rows), cache_dir=str(folder / "cache")),
-        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
-        callbacks=[clock],
-    )
-    if contender.step in ("packed", "compiled"):
-        use_packed_attention(model)
-    if contender.step == "compiled":
-        for layer in model.model.layers:
-            layer.compile(dynamic=True)
-    if contender.smoothing == "ours":
-        patch_trainer(trainer, label_smoothing=training.BETA)
+    rows = Dataset.from_json(str(file), cache_dir=str(folder / "cache"))
+    clock = training.stopwatch()
+    trainer = training.trl_trainer(model, rows, clock, model_name, trainer_name, arguments)
     return trainer, clock
 
 

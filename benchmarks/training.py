@@ -682,21 +682,46 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
     """Train by TRL's SFTTrainer, on conversations that are tokenised already."""
     import torch
     import transformers
+
+    (model_name,) = arguments.models
+    trainer_name = arguments.trial
+    folder = model_folder(model_name, arguments)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    clock = stopwatch()
+    rows = tokens_for_trl(model_name, trainer_name, arguments)
+    trainer = trl_trainer(model, rows, clock, model_name, trainer_name, arguments)
+    trainer.train()
+    if not trainer.is_world_process_zero():
+        return 0
+    pace = median_pace(clock.marks)
+    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    figures = figures_of(model_name, arguments, pace, memory, clock.first, losses)
+    return hand_over(trainer_name, arguments, figures)
+
+
+def trl_trainer(
+    model: Any,
+    rows: Any,
+    clock: Any,
+    model_name: str,
+    trainer_name: str,
+    arguments: argparse.Namespace,
+) -> Any:
+    """TRL's SFTTrainer with all that the trainer's name says."""
+    import transformers
     from trl import SFTTrainer
 
     from smoothce import patch_trainer, use_packed_attention
 
-    (model_name,) = arguments.models
-    trainer_name = arguments.trial
     contender = TRAINERS[trainer_name]
-    folder = model_folder(model_name, arguments)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    clock = stopwatch()
     trainer = SFTTrainer(
         model,
         args=trl_config(model_name, trainer_name, arguments),
-        train_dataset=tokens_for_trl(model_name, trainer_name, arguments),
-        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        train_dataset=rows,
+        processing_class=transformers.AutoTokenizer.from_pretrained(
+            model_folder(model_name, arguments)
+        ),
         callbacks=[clock],
     )
     if contender.step in ("packed", "compiled"):
@@ -706,14 +731,7 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
             layer.compile(dynamic=True)
     if contender.smoothing == "ours":
         patch_trainer(trainer, label_smoothing=BETA)
-    trainer.train()
-    if not trainer.is_world_process_zero():
-        return 0
-    pace = median_pace(clock.marks)
-    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    figures = figures_of(model_name, arguments, pace, memory, clock.first, losses)
-    return hand_over(trainer_name, arguments, figures)
+    return trainer
 
 
 def median_pace(marks: list[tuple[float, int]]) -> float:

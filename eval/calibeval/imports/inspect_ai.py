@@ -17,19 +17,8 @@ from typing import Any
 
 from calibeval import records
 from calibeval.ask.questions import LETTERS
-from calibeval.imports.logs import (
-    LeftOut,
-    Log,
-    LogFormat,
-    LogSample,
-    versions_as_texts,
-)
-from calibeval.io import (
-    LARGE_FILE,
-    InputError,
-    parse_json,
-    read_text,
-)
+from calibeval.imports.logs import LeftOut, Log, LogFormat, LogSample, versions_as_texts
+from calibeval.io import LARGE_FILE, InputError, parse_json, read_text
 from calibeval.records import RawRecord
 
 # Inspect takes letters of either case behind ANSWER, and wrapped in $…$, **…** or brackets.

@@ -24,10 +24,7 @@ from calibeval.imports.logs import (
     possible,
     split_task,
 )
-from calibeval.io import (
-    InputError,
-    regular_file,
-)
+from calibeval.io import InputError, regular_file
 from calibeval.records import RawRecord
 
 

@@ -28,15 +28,7 @@ from calibeval.imports.logs import (
     split_task,
     versions_as_texts,
 )
-from calibeval.io import (
-    LARGE_FILE,
-    InputError,
-    counted,
-    json_lines,
-    parse_json,
-    read_text,
-    reading,
-)
+from calibeval.io import LARGE_FILE, InputError, counted, json_lines, parse_json, read_text, reading
 from calibeval.records import RawRecord
 
 SAMPLES_NAME = re.compile(r"samples_(?P<task>.+?)(?P<time>_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
