@@ -4,6 +4,11 @@
 
 Records are all that scoring hands on, as files or in memory: every metric recomputes from them
 without a model or a GPU.
+
+- `ask` makes prompts of tasks and has engines answer them: a new task, chat form or engine;
+- `records` is the file of answers, and `imports` makes one of other programs' logs;
+- `measures` has the metrics, their intervals and comparisons: a new metric;
+- `report` has tables, figures and what `check` says.
 """
 
 from importlib import import_module

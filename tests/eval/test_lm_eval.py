@@ -720,6 +720,14 @@ def test_inspects_logs(tmp_path, run, write_log):
     assert found.logprobs.tolist() == [pytest.approx([-1.5, both_spellings_of_b, least])] * 2
 
 
+def test_a_letter_of_no_probability_is_the_least_likely(tmp_path, run, write_log):
+    """vLLM writes −9999 for what is masked, whose probability is 0 in 64 bits."""
+    top = {"B": [("B", -0.1), ("A", -9999.0), ("the", -2.5)]}
+    log = write_log([inspect_sample(1, "B", "B", top=top)])
+    run("import", log, "--out", tmp_path / "r.jsonl")
+    assert records.read(tmp_path / "r.jsonl").logprobs.tolist() == [[-9999.0, -0.1, -9999.0]]
+
+
 def test_answers_that_inspect_did_not_find(tmp_path, run, refused, write_log):
     """ "I cannot Answer" holds " A", but answers nothing."""
     refusal = inspect_sample(2, "C", "I", " cannot", " A", "nswer")
@@ -847,8 +855,8 @@ NO_TOP_LOGPROBS["output"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"
         (inspect_sample(1, "A", "yes"), "none of its tokens is a choice's letter"),
         (inspect_sample(1, "A"), "no top log-probabilities"),
         ({**inspect_sample(1, "A"), "choices": None}, "sample 1: TypeError"),
-        (SHUFFLED, "answers B, C by its score: were the choices shuffled?"),
-        (SHUFFLED_AND_EXPLAINED, "answers B, C by its score: were the choices shuffled?"),
+        (SHUFFLED, "answers B, C by its score"),
+        (SHUFFLED_AND_EXPLAINED, "answers B, C by its score"),
         (SAID_TO_BE_SHUFFLED, "shuffle them by the data set's `shuffle_choices`"),
         (WITHOUT_LOGPROBS, "no top log-probabilities; run `inspect eval` with --logprobs"),
         (NO_TOP_LOGPROBS, "no top log-probabilities; run `inspect eval` with --logprobs"),

@@ -15,6 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from calibeval import records
 from calibeval.ask.questions import LETTERS
 from calibeval.imports.logs import LeftOut, Log, LogFormat, LogSample, versions_as_texts
@@ -142,9 +144,9 @@ def _letters_where_answered(
     logprobs = []
     for letter in letters:
         # Several tokens may be the same letter: "B" and " B".
-        probabilities = [math.exp(logprob) for text, logprob in top if text == letter]
-        if probabilities:
-            logprobs.append(min(math.log(sum(probabilities)), 0.0))
+        of_letter = [logprob for text, logprob in top if text == letter]
+        if of_letter:
+            logprobs.append(min(float(np.logaddexp.reduce(of_letter)), 0.0))
         else:
             logprobs.append(least)
     total = sum(map(math.exp, logprobs))
@@ -182,7 +184,10 @@ def _answer_place(reply: str, letters: str, answers: list[Any]) -> int:
     if not found:
         raise ValueError("none of its tokens is a choice's letter")
     others = ", ".join(sorted(scored))
-    raise ValueError(f"answers {found[0]}, {others} by its score: were the choices shuffled?")
+    raise ValueError(
+        f"answers {found[0]}, {others} by its score: were the choices shuffled, or do its scorers "
+        "differ?"
+    )
 
 
 def _plain(token: str) -> str:
