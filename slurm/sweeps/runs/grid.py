@@ -4,10 +4,9 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from calibeval.io import InputError, read_text, write_text
 from sweeps.runs.backend import load_backend, scoring_problem
@@ -128,7 +127,7 @@ def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
     each key that is wrong; where the backend says that its models cannot be scored, with the file
     and the backend's words.
     """
-    return _plan(source, assignments, imports=_imports_backend)
+    return _plan(source, assignments, imports="any")
 
 
 def plan_to_look_at(source: Path, assignments: list[str]) -> SweepPlan:
@@ -136,14 +135,14 @@ def plan_to_look_at(source: Path, assignments: list[str]) -> SweepPlan:
 
     A folder may be anybody's: its launched.yaml may name any module. See `_runs_in_folders`.
     """
-    plan = _plan(source, assignments, imports=_is_trusted)
+    plan = _plan(source, assignments, imports="ours")
     _refuse_links(plan.folder)
     return plan
 
 
 def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
     """The plan of a sweep whose backend is not imported: see `_runs_in_folders`."""
-    plan = _plan(source, assignments, imports=_imports_nothing)
+    plan = _plan(source, assignments, imports="none")
     _refuse_links(plan.folder)
     return plan
 
@@ -162,29 +161,19 @@ def _refuse_links(folder: Path) -> None:
             )
 
 
-def _imports_backend(read: "_ReadSweep") -> bool:
-    return True
-
-
-def _imports_nothing(read: "_ReadSweep") -> bool:
-    return False
-
-
-def _is_trusted(read: "_ReadSweep") -> bool:
-    return not read.is_folder or read.sweep.backend in built_in_backends()
-
-
 def _plan(
-    source: Path, assignments: list[str], imports: Callable[["_ReadSweep"], bool]
+    source: Path, assignments: list[str], imports: Literal["any", "ours", "none"]
 ) -> SweepPlan:
-    """The plan of a sweep, whose backend is imported if `imports` says so of what was read.
+    """Read a sweep and its plan; `imports` says which backends may be imported for it.
 
-    Its file is read once: a second time somebody else may have put another one there.
+    `ours` are those of this project, and any that a sweep file names which is not a folder's.
+    The file is read once: a second time somebody else may have put another one there.
     """
     if _is_run_folder(source):
         return _only(source, _plan(source.parent, assignments, imports), assignments)
     read = _read_sweep(source, assignments)
-    if imports(read):
+    is_ours = not read.is_folder or read.sweep.backend in built_in_backends()
+    if imports == "any" or (imports == "ours" and is_ours):
         runs = _expand_grid(read)
         baselines = _baselines(read.sweep, read.folder, runs)
     else:
