@@ -81,8 +81,9 @@ def add_normalise(grammar: argparse.ArgumentParser) -> None:
     """Add the option by what texts' log-probabilities are compared."""
     grammar.add_argument(
         "--normalise",
-        choices=("sum", "bytes", "characters"),
-        help="texts' scores; default: the records' convention",
+        choices=("sum", "bytes", "characters", "tokens", "p_true", "agreement"),
+        help="texts' scores, or the confidence of written answers; default: the records' "
+        "convention",
     )
 
 
@@ -253,7 +254,9 @@ def print_metrics(path: Path, summary: dict[str, Any]) -> None:
     """Print a record file's metrics as a table."""
     import pandas as pd
 
-    if summary["scoring"] == "continuation":
+    if summary["scoring"] == "generate":
+        asked = f"written answers, confidence by {summary['normalise']}"
+    elif summary["scoring"] == "continuation":
         asked = f"log-probability by {summary['normalise']}"
     elif summary["letter_mass"] is None:
         asked = "letters, whose mass among all tokens is not known"

@@ -101,7 +101,7 @@ def test_pairing_ignores_the_order(tmp_path):
     turned = tmp_path / "turned.jsonl"
     turned.write_text("".join(reversed(b.read_text().splitlines(keepends=True))))
     run_a, run_b, run_turned = map(evaluations.load, (a, b, turned))
-    for metric in stats.METRICS:
+    for metric in run_a.metrics:
         found = difference(metric, run_a, run_b)
         expected = difference(metric, run_a, run_turned)
         assert vars(found) == pytest.approx(vars(expected)), metric
@@ -285,7 +285,7 @@ def test_a_kept_evaluation_is_the_one_that_was_computed(kept):
     again = evaluations.load(path)
     assert figures.stat().st_mtime_ns == written
     assert again.confidences == first.confidences
-    for metric in stats.METRICS:
+    for metric in first.metrics:
         for confidence in first.confidences:
             computed = stats.estimate([first], metric, confidence)
             read = stats.estimate([again], metric, confidence)
@@ -681,7 +681,9 @@ def test_other_right_answers_are_refused(tmp_path, refused):
 def test_metrics_prints_them_all(tmp_path, run):
     printed = run("metrics", write_records(tmp_path / "a.jsonl", n=100)).out
     *table, about, left_out = printed.splitlines()[2:]
-    assert [line.split()[0] for line in table] == list(stats.METRICS)
+    assert [line.split()[0] for line in table] == [
+        name for name, metric in stats.METRICS.items() if not metric.of_written
+    ]
     assert "floor" in printed
     assert about == "[low, high]: 95 % intervals over resamples of the questions"
     assert left_out.startswith("rms_debiased leaves out bins of one question")

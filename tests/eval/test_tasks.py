@@ -404,7 +404,11 @@ def test_a_task_file_is_scored(logic, run, tiny_model, tmp_path):
         ("1 if", "7 if", r"line 2: answer is 7, expected 0 to 1, .* \(row.answer in .*: {{ 7 if"),
         ("topic: what", "topic: '{{ claim }}' # ", r"topic is '{{ claim }}': no variable 'claim'"),
         ("{path: rows.csv}", "{path: no.csv}", r"no.csv: could not be read"),
-        ("topic:", "scoring: words\ntopic:", r"scoring is 'words': expected 'letters' or"),
+        (
+            "topic:",
+            "scoring: words\ntopic:",
+            r"scoring is 'words': expected 'letters', 'continuation' or 'generate'",
+        ),
         ("row:", "row: [", r"^\S*logic.yaml:5:11: not YAML: .*expected ',' or '\]'"),
     ],
 )
@@ -553,7 +557,7 @@ def test_an_index_may_be_a_text_where_no_choice_is_a_number(tmp_path):
 
 
 def test_unknown_tasks_are_refused():
-    with pytest.raises(InputError, match=r"task is 'winograde': expected arc_challenge, .*, or a"):
+    with pytest.raises(InputError, match=r"task is 'winograde': expected answers, .*, or a"):
         checked(Task, {"task": "winograde", "data": "d"}, "score")
 
 

@@ -245,3 +245,22 @@ def test_logits_of_a_bfloat16_model_are_float32(tiny_model, tmp_path):
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "done" in done.stdout
+
+
+def test_written_answers_are_the_same(tiny_model, tmp_path, score_with_both):
+    """Greedy answers, their likelihood and p(True); samples are other draws."""
+    questions = [{"question": f"Which force {n}?", "aliases": ["a law"]} for n in range(6)]
+    write_lines(tmp_path / "questions.jsonl", questions)
+    task = tmp_path / "own.yaml"
+    task.write_text(
+        "data: {path: questions.jsonl}\nscoring: generate\nnormalise: tokens\n"
+        'stop: ["e"]\nmax_tokens: 12\nshots: 0\n'
+    )
+    options = ("--task", task, "--samples", "3")
+    vllm, transformers = score_with_both(tiny_model, tmp_path / "questions.jsonl", *options)
+    assert_equal(vllm, transformers, "answer", "tokens")
+    for one, other in zip(vllm, transformers, strict=True):
+        assert one["p_true"] == pytest.approx(other["p_true"], abs=1e-3)
+        assert one.get("cut") == other.get("cut")
+        assert len(one["samples"]) == 3
+    assert any(len(set(one["samples"])) > 1 for one in vllm)

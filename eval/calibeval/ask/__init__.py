@@ -5,6 +5,7 @@ task_files   task files, the built-in ones (`builtin_tasks/`) among them
 tasks        a task's data, as questions
 questions    a question with its choices, and its subject
 prompts      the text that is put before a question, by letters or by texts
+written      answers that the model writes
 chat         the same as a conversation, by a model's chat template
 engines/     what gives log-probabilities: transformers or vLLM
 model_digest what tells a model's weights from others'

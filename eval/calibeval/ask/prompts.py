@@ -5,6 +5,7 @@
     continuation  log P of each choice's own text after the context: lm-evaluation-harness's
                   hellaswag, arc_* and mmlu_*_continuation. Pages and messages say "texts". The
                   text that is scored is an *ending*: the choice, or another that the task gives
+    generate      the model writes the answer after the context (`calibeval.ask.written`)
 
 In a chat (`chat`) the same texts are turns, and the answer, which begins the assistant's
 turn, has no space before it; the header is lm-evaluation-harness's.
@@ -89,9 +90,15 @@ class ScoringMode(ABC):
     `engines.prompt_limit` has the two inequalities, with an example.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat: ChatFormat | None = None,
+        answer_room: int = 0,
+    ):
         self.tokenizer = tokenizer
         self.chat = chat
+        self.answer_room = answer_room  # tokens that a written answer needs after the context
 
     def prompt(self, subject: Subject, question: Question, shots: int) -> Prompt:
         """The question's prompt, in a chat if this instance asks in one."""
@@ -184,8 +191,13 @@ class LetterScoring(ScoringMode):
     default_shots = 5  # hendrycks/test's
     counts_unread_token = False
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):
-        super().__init__(tokenizer, chat)
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat: ChatFormat | None = None,
+        answer_room: int = 0,
+    ):
+        super().__init__(tokenizer, chat, answer_room)
         self._letters: dict[tuple[str, int], Letters] = {}
 
     @staticmethod
@@ -314,9 +326,26 @@ class ContinuationScoring(ScoringMode):
         }
 
 
+class WrittenScoring(ContinuationScoring):
+    """The model writes an answer after the context; examples show the first alias."""
+
+    def tokenize(self, prompts: Sequence[Prompt]) -> list[TokenizedPrompt]:
+        """The prompts' token ids, each with one branch that only keeps room for the answer."""
+        texts = [prompt.text for prompt in prompts]
+        contexts = encode(self.tokenizer, texts, self.adds_start_token(prompts))
+        room = ((0,) * self.answer_room,)
+        return [TokenizedPrompt(context, room) for context in contexts]
+
+    @staticmethod
+    def record_fields(prompt: Prompt, normalise: Normaliser) -> dict[str, Any]:
+        """By what the answer's log-probability is divided."""
+        return {"scoring": "generate", "normalise": normalise}
+
+
 SCORING_MODES: dict[ScoringName, type[ScoringMode]] = {
     "letters": LetterScoring,
     "continuation": ContinuationScoring,
+    "generate": WrittenScoring,
 }
 
 

@@ -26,23 +26,23 @@ from calibeval.validation import (
 )
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-LISTS = ("choices", "endings")  # the keys of a row that are lists
+LISTS = ("choices", "endings", "aliases")  # the keys of a row that are lists
 COLUMNS_AS_LIST = '["{{ COLUMN }}", "{{ ANOTHER }}"]'
 DEFAULT_SUBJECT = "general_knowledge"
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question with 2 to 26 choices."""
+    """One question with 2 to 26 choices, or one whose answer the model writes."""
 
     id: str
     subject: str
     text: str
-    choices: tuple[str, ...]
+    choices: tuple[str, ...]  # empty where the model writes the answer
     label: int  # index of the right choice
     # What scoring by continuation reads in place of `text` and `choices`.
     context: str
-    endings: tuple[str, ...]
+    endings: tuple[str, ...]  # the right answers, where the model writes one
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Subject:
     delimiter: str | None = None
 
 
-class QuestionRow(BaseModel, strict=True):
+class _Row(BaseModel, strict=True):
     """A row of a user's own file, into which the rows of other data are turned as well.
 
     A task's file may make each key from a row's columns: `task_files.RowTemplates` has the same
@@ -76,11 +76,39 @@ class QuestionRow(BaseModel, strict=True):
     """
 
     question: Text
-    choices: Annotated[Seq[Text], Field(min_length=2, max_length=len(LETTERS))]
-    answer: int | str  # an index from 0, a letter, the text of a choice, or an index as a text
     id: Annotated[str, Field(strict=False, coerce_numbers_to_str=True), AfterValidator(encodable)]
     subject: Unicode = DEFAULT_SUBJECT
     context: Unicode | None = None
+
+    @property
+    def _context(self) -> str:
+        # An empty cell of a CSV file says nothing.
+        return self.context or f"Question: {self.question.strip()}\nAnswer:"
+
+
+class WrittenRow(_Row):
+    """A row whose answer the model writes."""
+
+    aliases: Annotated[Seq[Text], Field(min_length=1)]
+
+    def to_question(self) -> Question:
+        """The question."""
+        return Question(
+            id=self.id,
+            subject=self.subject,
+            text=self.question,
+            choices=(),
+            label=0,
+            context=self._context,
+            endings=self.aliases,
+        )
+
+
+class QuestionRow(_Row):
+    """A row with choices."""
+
+    choices: Annotated[Seq[Text], Field(min_length=2, max_length=len(LETTERS))]
+    answer: int | str  # an index from 0, a letter, the text of a choice, or an index as a text
     endings: Seq[Text] | None = None
 
     @model_validator(mode="after")
@@ -130,8 +158,7 @@ class QuestionRow(BaseModel, strict=True):
             text=self.question,
             choices=self.choices,
             label=label,
-            # An empty cell of a CSV file says nothing.
-            context=self.context or f"Question: {self.question.strip()}\nAnswer:",
+            context=self._context,
             endings=self.endings or self.choices,
         )
 
@@ -142,8 +169,9 @@ def questions_from_rows(
     templates: RowTemplates,
     task: str,
     numbers_each_subject: bool = False,
+    row_type: type[QuestionRow] | type[WrittenRow] = QuestionRow,
 ) -> list[Question]:
-    """The questions of (place, row) pairs; `templates` turn a row into the keys of `QuestionRow`.
+    """The questions of (place, row) pairs; `templates` turn a row into the keys of `row_type`.
 
     A row without an id gets its subject and number, of all rows or of its subject's. A bad row, an
     id that repeats, or no rows at all raise `InputError`, which names the row's place, or `source`,
@@ -159,7 +187,7 @@ def questions_from_rows(
             values = {**values, "id": f"{subject}/{number_shown}"}
         rows_of_subject[subject] += 1
         try:
-            question = QuestionRow.model_validate(values).to_question()
+            question = row_type.model_validate(values).to_question()
         except ValidationError as error:
             problem = problems(error)[0]
             raise InputError(f"{place}: {_described(problem, row, templates, task)}") from error

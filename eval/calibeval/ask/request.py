@@ -59,6 +59,10 @@ class Task(Strict):
     """System text of a chat, before the task's own header; by default none."""
     language: str | None = None
     """Of a task that is by language, such as global_mmlu: de, sw, …."""
+    samples: Positive | None = None
+    """Of written answers: how many more the model draws of each, for agreement; by default none."""
+    sampling_temperature: Annotated[float, Field(ge=0)] | None = None
+    """Temperature of the samples; by default 1."""
 
     @field_validator("task")
     @classmethod
@@ -104,6 +108,17 @@ class Task(Strict):
         for name in ("few_shot", "chat_template_arguments", "system"):
             if getattr(self, name) is not None and self.chat_template is None:
                 raise ValueError(f"{name}: is for a chat; give chat_template as well")
+        return self
+
+    @model_validator(mode="after")
+    def _temperature_is_of_samples(self) -> "Task":
+        if self.sampling_temperature is not None and self.samples is None:
+            raise ValueError("sampling_temperature: is of samples; give samples as well")
+        if self.sampling_temperature == 0:
+            raise ValueError(
+                "sampling_temperature: 0 gives the same answer each time; give one above 0, or "
+                "leave out samples"
+            )
         return self
 
     @property

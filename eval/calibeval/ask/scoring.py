@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from typing_extensions import Unpack
 
 from calibeval import __version__, records
-from calibeval.ask import chat, engines, model_digest
+from calibeval.ask import chat, engines, model_digest, task_files, written
 from calibeval.ask.chat import ChatFormat
 from calibeval.ask.engines import Engine, Job
 from calibeval.ask.prompts import SCORING_MODES, Prompt, ScoringMode
@@ -114,7 +114,9 @@ def score(
         engine = at_end.enter_context(_LazyEngine(source.model, request, max_model_length))
         results = {}
         for task in request.tasks:
-            filling = _TaskFilling(resolved(task), items[task.key], source.name, engine, progress)
+            filling = _TaskFilling(
+                resolved(task), items[task.key], source.name, engine, tokenizer, progress
+            )
             results[task.key] = filling.fill(settings, working_folder, folder)
     return results
 
@@ -246,6 +248,7 @@ class _TaskFilling:
     items: list[Item]
     model: str  # its name in records
     engine: _LazyEngine
+    tokenizer: "PreTrainedTokenizerBase"
     progress: bool
 
     def fill(self, settings: Mapping[str, Any], working_folder: Path, folder: Path) -> Records:
@@ -256,6 +259,10 @@ class _TaskFilling:
         """
         path = working_folder / f"{self.task.key}.jsonl"
         settings = {**settings, **self.task.model_dump(exclude={"name"})}
+        if self.task.scoring == "generate":
+            task_file = task_files.read(self.task.task)
+            settings["stop"] = list(task_file.stop)
+            settings["max_tokens"] = task_file.max_tokens
         was_complete = self._make_complete(path, settings)
         if working_folder != folder:
             sidecar = records.sidecar(path)
@@ -288,6 +295,8 @@ class _TaskFilling:
             ),
         }
         store.finish(rows, about)
+        if self.task.scoring == "generate":
+            written.warn(rows, self.task)
         return False
 
     def _score_missing(
@@ -310,15 +319,26 @@ class _TaskFilling:
         }
         new: dict[str, RawRecord] = {}
         with store.appending() as append, self._progress_bar(len(finished_indices)) as bar:
-            for index, logprobs in engine.score(grouped_jobs(self.items), finished_indices):
+            for index, logprobs, fields in self._answers(engine, finished_indices):
                 if index in finished_indices:
                     continue
                 item = self.items[index]
-                row = {**make_record(item, logprobs), **shared}
+                row = {**make_record(item, logprobs), **fields, **shared}
                 append(row)
                 new[item.id] = row
                 bar.update()
         return new
+
+    def _answers(
+        self, engine: Engine, finished: Container[int]
+    ) -> Iterator[tuple[int, list[float], RawRecord]]:
+        """Yield each question's index, its log-probabilities, and more of its record."""
+        if self.task.scoring == "generate":
+            writer = written.Writer(engine, self.tokenizer, self.task)
+            yield from writer.answers(self.items, finished)
+            return
+        for index, logprobs in engine.score(grouped_jobs(self.items), finished):
+            yield index, logprobs, {}
 
     def _progress_bar(self, finished: int) -> tqdm:
         return tqdm(
@@ -399,7 +419,10 @@ def fit_prompts(
     """
     task = resolved(task)
     chat_format = chat.of_task(task, tokenizer)
-    mode = SCORING_MODES[task.scoring](tokenizer, chat_format)
+    answer_room = 0
+    if task.scoring == "generate":
+        answer_room = written.room(task_files.read(task.task), tokenizer)
+    mode = SCORING_MODES[task.scoring](tokenizer, chat_format, answer_room)
     normalise = normaliser_of(task)
     pending = _candidates(subjects, task)
     items: dict[int, Item] = {}

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import jinja2
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from calibeval import yaml_text
 from calibeval.io import InputError, read_text
@@ -35,9 +35,10 @@ SUFFIXES = (".yaml", ".yml")
 # One expression and nothing else, whose value is wanted and not its text.
 EXPRESSION = re.compile(r"\s*\{\{(?P<expression>(?:(?!\}\}|\{\{).)*)\}\}\s*", re.DOTALL)
 
-ScoringName = Literal["letters", "continuation"]
-# By what the log-probability of a choice's text is divided; "sum" divides by nothing.
-Normaliser = Literal["sum", "bytes", "characters"]
+ScoringName = Literal["letters", "continuation", "generate"]
+# By what the log-probability of a choice's text is divided; "sum" divides by nothing. An answer
+# that the model writes is divided by its tokens or by nothing.
+Normaliser = Literal["sum", "bytes", "characters", "tokens"]
 
 
 def clean_markers(text: str) -> str:
@@ -281,6 +282,8 @@ class RowTemplates(_TemplatesInside):
     """What texts continue, where it is not the question between `Question:` and `Answer:`."""
     endings: JinjaOrList | None = None
     """The texts, where they are not the choices."""
+    aliases: JinjaOrList | None = None
+    """Of answers that the model writes: all that are right; examples show the first."""
 
     def values(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of `questions.QuestionRow` that a row has, by template or as a column."""
@@ -361,6 +364,10 @@ class TaskFile(_TemplatesInside):
     """The convention of the task's users."""
     normalise: Normaliser = "sum"
     """By what texts' log-probabilities are divided."""
+    stop: Annotated[Seq[str], Field(min_length=1)] = ("\n",)
+    """Where a written answer ends, if the model does not end it before."""
+    max_tokens: Annotated[int, Field(ge=1)] = 32
+    """The most tokens of a written answer."""
     shots: Annotated[int, Field(ge=0)] | None = None
     """Few-shot examples; 5, by continuation 0, unless given."""
     delimiter: str | None = None
@@ -371,6 +378,15 @@ class TaskFile(_TemplatesInside):
     """Whether a chat's questions lose white space around them, as lm-evaluation-harness's do."""
     letters: bool = True
     """Whether letters may be scored; not where the right choice is always the same one."""
+
+    @model_validator(mode="after")
+    def _divides_by_lengths_that_there_are(self) -> "TaskFile":
+        of_written = ("tokens", "sum")
+        if self.scoring == "generate" and self.normalise not in of_written:
+            raise ValueError(f"normalise is {self.normalise!r}, expected tokens or sum")
+        if self.scoring != "generate" and self.normalise == "tokens":
+            raise ValueError("normalise is 'tokens', which is for scoring: generate")
+        return self
 
 
 def is_task_name(task: str) -> bool:

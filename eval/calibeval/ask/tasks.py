@@ -8,14 +8,21 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from calibeval.ask import task_files
 from calibeval.ask.prompts import SCORING_MODES
-from calibeval.ask.questions import Headers, Question, Subject, questions_from_rows
+from calibeval.ask.questions import (
+    Headers,
+    Question,
+    QuestionRow,
+    Subject,
+    WrittenRow,
+    questions_from_rows,
+)
 from calibeval.ask.request import ResolvedTask, Task
 from calibeval.ask.task_files import (
     FILLING_ERRORS,
@@ -116,9 +123,9 @@ def resolved(task: Task) -> ResolvedTask:
 
 def normaliser_of(task: Task) -> Normaliser:
     """How the task's users compare the choices' log-probabilities."""
-    if resolved(task).scoring == "continuation":
-        return task_files.read(task.task).normalise
-    return "sum"
+    if resolved(task).scoring == "letters":
+        return "sum"
+    return task_files.read(task.task).normalise
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,16 @@ class _Reader:
                 f"--scoring letters: the right choice of {task.task} is always the first, so its "
                 "letter tells nothing; expected continuation"
             )
+        if task.scoring != self.task_file.scoring and "generate" in (
+            task.scoring,
+            self.task_file.scoring,
+        ):
+            raise InputError(
+                f"--scoring {task.scoring}: {task.task} is asked by {self.task_file.scoring}; "
+                "leave it out"
+            )
+        if task.samples and task.scoring != "generate":
+            raise InputError(f"--samples {task.samples}: {task.task}'s answers are not written")
         if source.has_languages and task.language is None:
             raise InputError(f"--task {task.task}: is by language; give --language, such as de")
         if task.language is not None and not source.has_languages:
@@ -295,7 +312,20 @@ class _Reader:
 
     def _file_questions(self, path: Path) -> list[Question]:
         """The questions of one file, in its order."""
-        return questions_from_rows(self._file_rows(path), path, self.task_file.row, self.task.task)
+        return self._from_rows(self._file_rows(path), path)
+
+    def _from_rows(
+        self, rows: Iterable[PlacedRow], source: str | Path, numbers_each_subject: bool = False
+    ) -> list[Question]:
+        is_written = self.task_file.scoring == "generate"
+        return questions_from_rows(
+            rows,
+            source,
+            self.task_file.row,
+            self.task.task,
+            numbers_each_subject,
+            WrittenRow if is_written else QuestionRow,
+        )
 
     def _folder_questions(self, folder: Path, split: str) -> list[Question]:
         """The questions of a split that has one file for each subject, named by the subject."""
@@ -313,7 +343,7 @@ class _Reader:
         for path in sorted(pattern.parent.glob(pattern.name)):
             subject = path.name.removeprefix(before).removesuffix(after)
             rows = ((place, {"subject": subject, **row}) for place, row in self._file_rows(path))
-            questions += questions_from_rows(rows, path, self.task_file.row, self.task.task)
+            questions += self._from_rows(rows, path)
         if not questions and _is_hub_folder(folder):
             return self._hub_questions(str(folder), split)
         if not questions:
@@ -326,10 +356,7 @@ class _Reader:
 
         `data` is its name after "hub:", or the folder of a local copy.
         """
-        rows = self._hub_rows(data, split)
-        return questions_from_rows(
-            rows, data, self.task_file.row, self.task.task, numbers_each_subject=True
-        )
+        return self._from_rows(self._hub_rows(data, split), data, numbers_each_subject=True)
 
     def _file_name(self, split: str) -> str:
         variables = {"split": split, "subject": ANY_SUBJECT, "language": self.task.language}

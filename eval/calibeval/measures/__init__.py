@@ -7,7 +7,8 @@ and studies find here whatever else they need. Behind the door, each built on th
     bins, kernel_smoothing   sums over bins, and smooth curves
     squared_error            the squared calibration error without bias
     samples                  `Scores` of questions, and `Sample`s of them
-    definitions              every metric, and the table `METRICS`
+    abstention               metrics of a model that may keep silent
+    definitions              every other metric, and the table `METRICS`
     evaluations              `Evaluation`: a file's metrics, resampled and simulated, and kept
     comparable               which evaluations may be compared
     stats                    `Estimate`s: intervals, means over seeds, differences
@@ -185,10 +186,10 @@ def summarize_subjects(records: RecordsLike, normalise: str | None = None) -> Su
     by_subject: dict[str, dict[str, float]] = {}
     for subject in sorted(set(records.subjects)):
         own = records.subjects == subject
-        sample = Sample.observed(Scores(scores.logprobs[own], scores.labels[own]))
+        sample = Sample.observed(scores.part(own))
         by_subject[subject] = {"questions": int(own.sum())}
         for name, metric in METRICS.items():
-            if metric.is_mean:
+            if metric.is_mean and not metric.of_written:
                 by_subject[subject][name] = float(metric(sample)[0])
     macro: dict[str, float] = {}
     for name in next(iter(by_subject.values())):

@@ -59,7 +59,7 @@ def _named_differences(first: Evaluation, second: Evaluation) -> str:
             scored = records.read(evaluation.path, evaluation.normalise)
         except InputError:
             return ""
-        labels.append(dict(zip(scored.ids, scored.labels.tolist(), strict=True)))
+        labels.append(dict(zip(scored.ids, scored.references.tolist(), strict=True)))
     labels_of_first, labels_of_second = labels
     parts = {
         "the first alone has": [name for name in labels_of_first if name not in labels_of_second],
@@ -90,7 +90,7 @@ def same_normaliser(a: Evaluation, b: Evaluation, remedy: str = NORMALISER_REMED
     A model's calibration by sums is not that by characters, so a difference would be mostly the
     normaliser's. Letters have none, so they are compared with texts of any.
     """
-    if a.scoring != "continuation" or b.scoring != "continuation":
+    if "letters" in (a.scoring, b.scoring):
         return
     if a.normalise != b.normalise:
         raise InputError(

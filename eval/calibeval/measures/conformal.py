@@ -95,6 +95,8 @@ def evaluate(
         raise InputError(f"alpha is {alpha}, expected a number from 0 to below 1")
     if splits < 1:
         raise InputError(f"splits is {splits}, expected 1 or more")
+    if records.scoring == "generate":
+        raise InputError(f"{records.path}: is of written answers, which have no sets of choices")
     if len(records) < 2:
         raise InputError(f"{records.path}: 1 record, expected 2 or more to split")
     records = in_order(records)

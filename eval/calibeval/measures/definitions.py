@@ -22,6 +22,7 @@ from typing import Literal
 
 import numpy as np
 
+from calibeval.measures.abstention import ACCURACIES_AT_COVERAGE, PENALIZED_SCORES
 from calibeval.measures.bins import Binning, Bins
 from calibeval.measures.samples import QuestionsApart, Sample, Scores
 from calibeval.measures.squared_error import (
@@ -269,6 +270,7 @@ class Metric:
         heading: Its name in a table's head.
         note: A sentence below a table that has it.
         is_mean: Whether it is a mean over the questions, of a value that each has by itself.
+        of_written: Whether, unless it is named, it is computed of written answers alone.
         right_answer_adds: What a right answer adds to this value at once, however probable it is.
         lowest, highest: The values that bound its interval.
         square, square_draws: Given for an error that is averaged over seeds and compared by its
@@ -283,6 +285,7 @@ class Metric:
     heading: str
     note: str = ""
     is_mean: bool = False
+    of_written: bool = False
     right_answer_adds: int = 0
     lowest: float = -np.inf
     highest: float = np.inf
@@ -430,6 +433,30 @@ _TABLE = (
         "Hendrycks' RMS: what hendrycks/test prints as RMS; not a root mean square.",
     ),
     Metric(dsc, "higher", "none", "DSC"),
+    *(
+        Metric(
+            accuracy_at,
+            "higher",
+            "interval",
+            f"Acc@{accuracy_at.coverage:.0%}",
+            of_written=True,
+            lowest=0,
+            highest=1,
+        )
+        for accuracy_at in ACCURACIES_AT_COVERAGE
+    ),
+    *(
+        Metric(
+            penalized,
+            "higher",
+            "interval",
+            f"penalized, t = {penalized.threshold}",
+            is_mean=True,
+            of_written=True,
+            highest=1,
+        )
+        for penalized in PENALIZED_SCORES
+    ),
 )
 METRICS = {metric.name: metric for metric in _TABLE}
 WITH_INTERVAL = {n: metric for n, metric in METRICS.items() if metric.uncertainty == "interval"}

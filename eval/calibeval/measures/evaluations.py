@@ -357,6 +357,8 @@ def measure(
     if parts is None:
         parts = PARTS if metrics is None else ("draws",)
     _check_options(cluster, parts)
+    if metrics is None:
+        metrics = default_metrics(records)
     records = in_order(records)
     clusters = None if cluster is None else _cluster_numbers(records, cluster)
     observed = samples_of(records)
@@ -371,10 +373,10 @@ def measure(
             tests[among] = floor_tests(sample, tuple(_wanted(WITH_FLOOR, metrics)))
         if "curves" in parts:
             curves[among] = reliability(sample, clusters)
-    ids_and_labels = [*zip(records.ids, records.labels.tolist(), strict=True)]
+    ids_and_labels = [*zip(records.ids, records.references.tolist(), strict=True)]
     prompts_sha256 = None
     if None not in records.prompts:
-        prompts_and_labels = zip(records.prompts, records.labels.tolist(), strict=True)
+        prompts_and_labels = zip(records.prompts, records.references.tolist(), strict=True)
         prompts_sha256 = record_files.prompts_digest(prompts_and_labels)
     return Evaluation(
         path=records.path,
@@ -406,6 +408,12 @@ def measure(
             name: int((sample.bins.count == 1).sum()) for name, sample in observed.items()
         },
     )
+
+
+def default_metrics(records: Records) -> list[str]:
+    """The metrics that are computed unless some are named: of written answers alone, all."""
+    is_written = records.scoring == "generate"
+    return [name for name, metric in METRICS.items() if is_written or not metric.of_written]
 
 
 def _json_digest(values: list, ensure_ascii: bool = True) -> str:

@@ -74,6 +74,10 @@ class Scores:
         self.correct = (self.best == labels).astype(float)
         self.right_logprob = logprobs[rows, labels]
 
+    def part(self, questions: np.ndarray) -> "Scores":
+        """Return the scores of some of the questions, a mask (N,) of bool."""
+        return Scores(self.logprobs[questions], self.labels[questions], self.bin_count)
+
     @cached_property
     def level(self) -> np.ndarray:
         """The confidence in TIE_DECIMALS decimals, by which questions are ranked and tied, (N,)."""
@@ -181,6 +185,11 @@ class EventScores(Scores):
             self.logprobs = np.log(self.probs)
             self.right_logprob = np.where(came_true, np.log(p), np.log1p(-p))
 
+    def part(self, questions: np.ndarray) -> "EventScores":
+        """Return the scores of some of the answers, a mask (N,) of bool."""
+        came_true = self.labels[questions] == 0
+        return EventScores(self.confidence[questions], came_true, self.bin_count)
+
     @cached_property
     def brier_score(self) -> np.ndarray:
         """(p − y)² of each answer, (N,)."""
@@ -241,6 +250,8 @@ class Cells(EventScores):
 def scores_of_records(records: Records, among: ConfidenceDefinition) -> Scores:
     """Return the records' questions under a definition of confidence, "choices" or "vocabulary"."""
     logprobs = records.logprobs
+    if records.scoring == "generate":  # one answer, of which a confidence is given
+        return EventScores(np.exp(logprobs[:, 0]), records.labels == 0)
     if among == "choices":
         logprobs = logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True)
     return Scores(logprobs, records.labels)
@@ -367,10 +378,11 @@ class Sample:
 
     def mean(self, values: np.ndarray) -> np.ndarray:
         """Return the mean over each sample, (R,), of a value of every question, (N,) or (R, N)."""
-        if values.ndim == 1:
-            sums = self._float_counts @ values
-        else:
-            sums = (self._float_counts * values).sum(1)
+        with np.errstate(invalid="ignore"):  # 0 × ∞: the log loss of a certain answer is infinite
+            if values.ndim == 1:
+                sums = self._float_counts @ values
+            else:
+                sums = (self._float_counts * values).sum(1)
         return sums / self._answers
 
     def mean_if_labels_known(self, values: np.ndarray) -> np.ndarray:

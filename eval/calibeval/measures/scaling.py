@@ -4,6 +4,9 @@
 
 `s` (K,) are a question's log-probabilities, normalised as its records say; whatever is the same for
 all choices falls out of p. A temperature never changes their order, so accuracy stays what it was.
+
+Of an answer that the model wrote, p = exp(s / τ), and τ is the argmin of the mean −log p where the
+answer is right and −log (1 − p) where it is wrong.
 """
 
 import math
@@ -17,11 +20,12 @@ from scipy.special import logsumexp
 
 from calibeval import records
 from calibeval.io import InputError, counted, json_lines, sha256
-from calibeval.records import Records
+from calibeval.records import WRITTEN_CONFIDENCES, Records
 
 LOG_TEMPERATURE_LIMIT = 4.0  # of |log τ|
 AT_THE_LIMIT = 1e-3  # so near to it, the search has ended there
 FLAT_NLL = 1e-9  # nats
+CERTAIN = -1e-12  # log-probability of a written answer that is as good as certain
 OTHER_RECORDS = "fit on other records, or check their labels"
 FEWEST_ANSWERS = 20  # to fit it on
 # The share of common ids whose right answers must agree for these to be the same questions.
@@ -44,6 +48,9 @@ def nll(answers: Records, tau: float, used: np.ndarray | slice = slice(None)) ->
     """Return the mean −log p(right choice) of the answers `used` at a temperature, in nats."""
     logits = answers.logprobs[used] / tau
     labels = answers.labels[used]
+    if answers.scoring == "generate":
+        log_p = np.minimum(logits[:, 0], CERTAIN)
+        return float(-np.mean(np.where(labels == 0, log_p, np.log(-np.expm1(log_p)))))
     right_logits = logits[np.arange(len(labels)), labels]
     return float(np.mean(logsumexp(logits, axis=1) - right_logits))
 
@@ -115,8 +122,8 @@ def _not_tested(fitted_on: Records, scored: Records) -> np.ndarray:
     """
     tested = set(scored.prompts) - {None}
     used = np.array([prompt not in tested for prompt in fitted_on.prompts])
-    label_of = dict(zip(scored.ids, scored.labels.tolist(), strict=True))
-    answers = zip(fitted_on.ids, fitted_on.labels.tolist(), strict=True)
+    label_of = dict(zip(scored.ids, scored.references.tolist(), strict=True))
+    answers = zip(fitted_on.ids, fitted_on.references.tolist(), strict=True)
     in_both = np.array([label_of.get(name) == label for name, label in answers])
     common_ids = sum(name in label_of for name in fitted_on.ids)
     if common_ids and in_both.sum() > SHARE_OF_SAME_QUESTIONS * common_ids:
@@ -161,7 +168,7 @@ def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
     if abs(fitted.x) > LOG_TEMPERATURE_LIMIT - AT_THE_LIMIT:
         side = "0" if fitted.x < 0 else "infinity"
         reason = _falls_on(right, side)
-        if not right.any():
+        if not right.any() or right.all():
             raise NoTemperature(answers.path, reason, OTHER_RECORDS)
         limit = math.exp(fitted.x)
         print(
@@ -180,8 +187,13 @@ def _falls_on(right: np.ndarray, side: str) -> str:
 
 
 def scaled(row: dict[str, Any], tau: float) -> dict[str, Any]:
-    """Return a record at a temperature; letters' probabilities sum to 1 then."""
+    """Return a record at a temperature; letters' probabilities sum to 1 then.
+
+    A written answer has no other confidence then, since the temperature is the likelihood's.
+    """
     logprobs = np.array(row["logprobs"]) / tau
+    if row.get("scoring") == "generate":
+        row = {key: value for key, value in row.items() if key not in WRITTEN_CONFIDENCES}
     if row.get("scoring", "letters") == "letters":
         logprobs -= logsumexp(logprobs)
     return {**row, "logprobs": logprobs.tolist(), "letter_mass": None}

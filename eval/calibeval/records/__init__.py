@@ -52,6 +52,7 @@ ALIKE_IF_PROMPTS_UNKNOWN = (*ALIKE, "shots")
 # No model gives less than −1e9; a damaged file's −1e200 would overflow when it is squared.
 LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
 Length = Annotated[int, Field(ge=1, le=1 << 40)]  # a float can divide by it
+WRITTEN_CONFIDENCES = ("p_true", "agreement")  # keys of probabilities of written answers
 MASS_TOLERANCE = 0.01  # of letters' mass, for the same rounding
 # This is the key of a setting in the sidecar of another program's records. It is false where the
 # program's log does not say whether the model was asked in a chat. Where it is true or absent,
@@ -63,12 +64,15 @@ RawRecord = dict[str, Any]  # a record as it is written, before `Record` has che
 
 
 class Record(BaseModel, strict=True):
-    """A question's K choices, answered by their letters or texts."""
+    """A question's K choices, answered by their letters or texts, or the answer that was written.
+
+    A written answer is the only choice, and its label is 0 where it is right, else 1.
+    """
 
     id: Unicode
     subject: Unicode
     label: NonNegativeInt  # index of the right choice
-    logprobs: list[LogProbability] = Field(min_length=2)  # natural; sums over tokens
+    logprobs: list[LogProbability] = Field(min_length=1)  # natural; sums over tokens
     # Of the letters among all tokens; null where nobody knows, as after a temperature.
     letter_mass: float | None = Field(None, ge=0, allow_inf_nan=False)
     model: Unicode = "?"
@@ -76,18 +80,27 @@ class Record(BaseModel, strict=True):
     shots: NonNegativeInt | None = None
     # SHA-256 of the template's text. Null: not asked in a chat, or see `TEMPLATE_IS_KNOWN`.
     chat_template: str | None = None
-    scoring: Literal["letters", "continuation"] = "letters"
+    scoring: Literal["letters", "continuation", "generate"] = "letters"
     # By what the task's users divide texts' log-probabilities, and metrics do unless told.
-    normalise: Literal["sum", "bytes", "characters"] = "sum"
+    normalise: Literal["sum", "bytes", "characters", "tokens"] = "sum"
     bytes: list[Length] | None = None  # lengths of the choices' texts
     characters: list[Length] | None = None
+    tokens: list[Length] | None = None  # of a written answer
+    # Of a written answer: other probabilities that it is right, which stand in for its likelihood.
+    p_true: Annotated[float, Field(ge=0, le=1)] | None = None
+    agreement: Annotated[float, Field(ge=0, le=1)] | None = None
     truncated: NonNegativeInt = 0  # tokens that the prompt lost at its beginning, to fit
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Record":
         choices = len(self.logprobs)
-        if self.label >= choices:
-            raise ValueError(f"label is {self.label}, expected 0 to {choices - 1}")
+        is_written = self.scoring == "generate"
+        if (choices == 1) != is_written:
+            expected = "1, of the written answer" if is_written else "2 or more"
+            raise ValueError(f"logprobs is {self.logprobs}: expected {expected}, found {choices}")
+        last_label = 1 if is_written else choices - 1
+        if self.label > last_label:
+            raise ValueError(f"label is {self.label}, expected 0 to {last_label}")
         if self.scoring == "letters":
             total = sum(map(math.exp, self.logprobs))
             if total > MOST_PROBABILITY:
@@ -98,21 +111,25 @@ class Record(BaseModel, strict=True):
                     f"letter_mass is {mass:.3g}, but the probabilities of logprobs sum to "
                     f"{total:.3g}"
                 )
-        for name, lengths in (("bytes", self.bytes), ("characters", self.characters)):
+        for name in ("bytes", "characters", "tokens"):
+            lengths = getattr(self, name)
             if lengths is not None and len(lengths) != choices:
                 raise ValueError(f"{name}: found {len(lengths)}, expected {choices}, one a choice")
         self.normalised(self.normalise)  # raises where the lengths for it are missing
         return self
 
     def normalised(self, by: str) -> list[float]:
-        """Return s = log p(text | question), s / bytes or s / characters of each choice, (K,).
+        """Return s = log p(text | question), or s by the length of each choice, (K,).
 
-        `by` is sum, bytes or characters; `ValueError` where the record lacks these lengths.
+        `by` is sum, bytes, characters or tokens. Of a written answer it may also be p_true or
+        agreement, whose logarithm is returned. `ValueError` where the record lacks what it takes.
         """
         if by == "sum":
             return self.logprobs
         lengths = getattr(self, by, None)
-        if self.scoring != "continuation" or lengths is None:
+        if by in WRITTEN_CONFIDENCES and lengths is not None:
+            return [math.log(lengths) if lengths else -math.inf]
+        if self.scoring == "letters" or lengths is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
         return [logprob / length for logprob, length in zip(self.logprobs, lengths, strict=True)]
 
@@ -166,6 +183,14 @@ class Records:
         return len(self.ids)
 
     @property
+    def references(self) -> np.ndarray:
+        """(N,) What two files of one data set agree in: the right choice, 0 of written answers.
+
+        The label of a written answer is the model's, not the question's.
+        """
+        return np.zeros_like(self.labels) if self.scoring == "generate" else self.labels
+
+    @property
     def tied(self) -> int:
         """How many questions have several likeliest choices, of which the first is the answer."""
         is_likeliest = self.logprobs == self.logprobs.max(1, keepdims=True)
@@ -190,7 +215,7 @@ def sidecar(path: Path) -> Path:
 def read(path: Path, normalise: str | None = None) -> Records:
     """Read and check a record file; the first bad line raises `InputError` with its number.
 
-    `normalise` is sum, bytes or characters; by default the records' convention.
+    `normalise` is what `Record.normalised` takes; by default the records' convention.
     """
     path = Path(path)
     if path.is_file():
@@ -210,7 +235,7 @@ def read(path: Path, normalise: str | None = None) -> Records:
         found = counted(len(records), "record")
         raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected_questions}")
     if expected_prompts is not None:
-        prompts = zip(records.prompts, records.labels.tolist(), strict=True)
+        prompts = zip(records.prompts, records.references.tolist(), strict=True)
         if prompts_digest(prompts) != expected_prompts:
             raise InputError(
                 f"{path}: its prompts are not those that {sidecar(path).name} was written for; "
@@ -261,7 +286,7 @@ def common(path_a: Path, path_b: Path, normalise: str | None = None) -> tuple[Re
 
 
 def _ids_and_labels(records: Records) -> set[tuple[str, int]]:
-    return set(zip(records.ids, records.labels.tolist(), strict=True))
+    return set(zip(records.ids, records.references.tolist(), strict=True))
 
 
 def _part(whole: Records, ids: set[str], normalise: str | None) -> Records:

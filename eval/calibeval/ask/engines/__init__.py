@@ -20,11 +20,11 @@ Sweeps (`sweeps.training.fit`, `sweeps.launch.preflight`, `sweeps.runs.scoring`)
 name as well.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from typing_extensions import assert_never
 
@@ -74,6 +74,24 @@ class Job:
         return len(self.context) + max(len(node) for node in self.nodes)
 
 
+@dataclass(frozen=True)
+class Writing:
+    """How answers are to be written."""
+
+    max_tokens: int
+    stop: tuple[str, ...]  # texts, any of which ends an answer
+    count: int = 1  # of answers to each context
+    temperature: float = 0.0  # 0: the likeliest token each time
+    seed: int = 0
+
+
+class Written(NamedTuple):
+    """An answer that a model has written."""
+
+    tokens: Tokens  # with the one that ends it, by which a stop text is complete
+    is_cut: bool  # whether `max_tokens` ended it
+
+
 class Engine(Protocol):
     """What computes log-probabilities with a model."""
 
@@ -89,6 +107,15 @@ class Engine(Protocol):
         They are not left out of `groups`, since an engine may need to know them to batch the others
         as if nothing had been interrupted: padding to another width changes the last digits. It may
         yield their scores as well.
+        """
+        ...
+
+    def write(
+        self, contexts: Sequence[Tokens], how: "Writing", tokenizer: "PreTrainedTokenizerBase"
+    ) -> list[list["Written"]]:
+        """Return `how.count` answers to each context, of the model's own probabilities.
+
+        Whatever the model's folder says of sampling, such as top-p, is left out.
         """
         ...
 

@@ -8,7 +8,7 @@
 """
 
 import copy
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear
 
-from calibeval.ask.engines import Job, Tokens, text_config
+from calibeval.ask.engines import Job, Tokens, Writing, Written, hf_writing, text_config
 from calibeval.ask.engines.hf_model import (
     allows_trees,
     cache_bytes_per_token,
@@ -30,7 +30,7 @@ from calibeval.ask.engines.token_tree import common_prefix, lay_out, separate_ch
 from calibeval.ask.request import Precision
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -153,6 +153,21 @@ class TransformersEngine:
                 branches = branches_of_job[job.index]
                 if len(scores_of_job) == len(set(branches)):
                     yield job.index, [scores_of_job[branch] for branch in branches]
+
+    def write(
+        self, contexts: Sequence[Tokens], how: Writing, tokenizer: "PreTrainedTokenizerBase"
+    ) -> list[list[Written]]:
+        """Return `how.count` answers to each context, in batches of their order."""
+        width = max(len(context) for context in contexts) + how.max_tokens
+        most = self.limits.tokens // (width * how.count)
+        if self.batch_size is not None:
+            most = min(most, self.batch_size)
+        head = self.model.get_output_embeddings()
+        hook = head.register_forward_hook(compute_in_float32)
+        try:
+            return hf_writing.write(self.model, contexts, how, tokenizer, max(most, 1))
+        finally:
+            hook.remove()
 
     @torch.inference_mode()
     def batches(self, groups: list[list[Job]], skip: Container[int] = ()) -> Iterator[list[Answer]]:
@@ -338,14 +353,6 @@ class TransformersEngine:
             index = places[:, :, None].expand(-1, -1, hidden.shape[-1])
             return (hidden.gather(1, index), *others)
 
-        def compute_in_float32(
-            module: torch.nn.Module, args: tuple[Any, ...], output: Tensor
-        ) -> Tensor | None:
-            if type(module) is not torch.nn.Linear or output.dtype == torch.float32:
-                return None  # keeps the output
-            bias = None if module.bias is None else module.bias.float()
-            return linear(args[0].float(), module.weight.float(), bias)
-
         head = self.model.get_output_embeddings()
         hooks = [
             head.register_forward_pre_hook(select),
@@ -357,6 +364,16 @@ class TransformersEngine:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def compute_in_float32(
+    module: torch.nn.Module, args: tuple[Any, ...], output: Tensor
+) -> Tensor | None:
+    """Compute a linear output layer again in float32, as a hook; None keeps the output."""
+    if type(module) is not torch.nn.Linear or output.dtype == torch.float32:
+        return None
+    bias = None if module.bias is None else module.bias.float()
+    return linear(args[0].float(), module.weight.float(), bias)
 
 
 def _agree_up_to_rounding(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:

@@ -7,11 +7,14 @@ import atexit
 import os
 import threading
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from calibeval.ask.engines import Job, Tokens, shortened
+from calibeval.ask.engines import Job, Tokens, Writing, Written, shortened
 from calibeval.ask.request import Precision
 from calibeval.io import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -102,6 +105,30 @@ class VllmEngine:
         jobs = [job for group in groups for job in group if job.index not in skip]
         for start in range(0, len(jobs), JOBS_AT_ONCE):
             yield from self._score(jobs[start : start + JOBS_AT_ONCE])
+
+    def write(
+        self, contexts: Sequence[Tokens], how: Writing, tokenizer: "PreTrainedTokenizerBase"
+    ) -> list[list[Written]]:
+        """Return `how.count` answers to each context."""
+        sampling_params = []
+        for place in range(len(contexts)):
+            params = self.params_class(
+                n=how.count,
+                temperature=how.temperature,
+                max_tokens=how.max_tokens,
+                stop=list(how.stop),
+                seed=how.count * (how.seed + place),  # vLLM adds 0 to count − 1
+            )
+            sampling_params.append(params)
+        prompts = [{"prompt_token_ids": list(tokens)} for tokens in contexts]
+        answers = []
+        for output in self.llm.generate(prompts, sampling_params, use_tqdm=False):
+            written = [
+                Written(tuple(one.token_ids), one.finish_reason == "length")
+                for one in output.outputs
+            ]
+            answers.append(written)
+        return answers
 
     def _score(self, jobs: list[Job]) -> Iterator[tuple[int, list[float]]]:
         prompts: list[Tokens] = []

@@ -1,0 +1,315 @@
+"""Answers that a model writes: exact match, the three confidences, records and bad input."""
+
+import json
+import math
+import random
+import shutil
+
+import pytest
+import torch
+from made_records import WORDS, log_probability, read_lines, scored, write_lines
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from calibeval import compare, records, summarize
+from calibeval.ask import written
+from calibeval.ask.engines import Writing
+from calibeval.ask.engines.hf import TransformersEngine
+
+PIECES = (
+    *("the", "The", "a", "An", "an", "theatre", "Beatles", "U.S.", "don't", "rock", "&", "roll"),
+    *("Æsop", "İzmir", "1,000", "_", "snake_case", "-", "\u2018q\u2019", "\u00b4", "`", "“x”"),
+    *("\u00a0", "\u2003", "…", "é", "e\u0301", "A.", "(a)", "7th"),
+)
+# What exact_match_score of mandarjoshi90/triviaqa at 51b5359, evaluation/triviaqa_evaluation.py,
+# says of `made_cases`, over their aliases: a bit a case, the first case in the highest bit.
+OFFICIAL = int(
+    "dbaf3fde1433a5f9599ffd2be97bdcc56dd56befdb37bf76dbd79d2b5bed69f06dffee12f7d5e3ded7a5f1"
+    "b6b5b9679d6d727e46eff1af7f7a7a8d83f3f677d9d28fe9e9947b462fd373fcea787e7facf9b3a41fe709"
+    "47bfe7edebb9e873d1cf9f4de7f8b3be3e3c5fa85dc5db41bd0dc65d7cb8eebb5b23e5f9ae4c2b",
+    16,
+)
+CHAT = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def made_cases() -> list[tuple[str, list[str]]]:
+    """Return 1,000 answers, each with one to three aliases, many of which differ in looks alone."""
+    rng = random.Random(0)
+    cases = []
+    for _ in range(1000):
+        aliases = []
+        for _ in range(rng.randint(1, 3)):
+            aliases.append(rng.choice(["", " "]).join(rng.choices(PIECES, k=rng.randint(1, 4))))
+        answer = rng.choice(aliases)
+        for _ in range(rng.randint(0, 3)):
+            old = rng.choice([" ", "the", "a", "_", "-", "'", rng.choice(PIECES)])
+            new = rng.choice([" ", "", "  ", "_", "The ", ".", old.upper(), rng.choice(PIECES)])
+            answer = answer.replace(old, new, 1)
+        if rng.random() < 0.6:
+            answer += f" {rng.choice(PIECES)}"
+        cases.append((answer, aliases))
+    return cases
+
+
+def test_exact_match_is_the_official_scripts():
+    right = [written.is_right(answer, aliases) for answer, aliases in made_cases()]
+    assert int("".join("01"[one] for one in right), 2) == OFFICIAL
+    assert 300 < sum(right) < 700
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("The Beatles!", 0.75), ("fab four", 0.75), ("Stones", 0.25), ("", 0.0)],
+)
+def test_agreement_counts_the_answer_or_one_group_of_aliases(answer, expected):
+    samples = ["beatles", "The  fab-four", "stones", "Beatles."]
+    assert written.agreement(answer, samples, ["Beatles", "Fab Four"]) == expected
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """Twelve questions with two aliases each."""
+    rng = random.Random(3)
+    rows = []
+    for number in range(12):
+        words = " ".join(rng.choices(WORDS.split(), k=rng.randint(3, 9)))
+        rows.append({"question": f"{words} {number}?", "aliases": ["kings", "a law"]})
+    return write_lines(tmp_path / "questions.jsonl", rows)
+
+
+@pytest.fixture
+def task(questions, tmp_path):
+    """A task file of these questions, whose answers end before an e or after twelve tokens."""
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "data: {path: questions.jsonl}\nscoring: generate\nnormalise: tokens\n"
+        'stop: ["e"]\nmax_tokens: 12\nshots: 0\n'
+    )
+    return path
+
+
+def test_each_confidence_is_that_of_whole_prompts(task, questions, tiny_model, tmp_path):
+    rows = scored(
+        *(tmp_path / "r.jsonl", "--task", task, "--model", tiny_model, "--samples", "3"),
+        *("--batch-size", "5"),
+    )
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    ends = {model.generation_config.eos_token_id}
+    for row, question in zip(rows, read_lines(questions), strict=True):
+        context = f"Question: {question['question']}\nAnswer:"
+        ids = tokenizer(context)["input_ids"]
+        context_length = len(ids)
+        total = 0.0
+        while True:
+            with torch.no_grad():
+                logprobs = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(logprobs.argmax()))
+            total += float(logprobs.max())
+            answer = tokenizer.decode(ids[context_length:], skip_special_tokens=True)
+            length = len(ids) - context_length
+            if ids[-1] in ends or "e" in answer or length == 12:
+                break
+        assert row["answer"] == answer.partition("e")[0].strip()
+        assert row["logprobs"] == pytest.approx([total], abs=1e-4)
+        assert row["tokens"] == [length]
+        assert row.get("cut", False) == (ids[-1] not in ends and "e" not in answer)
+        asked = (
+            f"Question: {question['question']}\nProposed answer: {row['answer']}\n"
+            "Is the proposed answer right?\nA. True\nB. False\nAnswer:"
+        )
+        odds = log_probability(tiny_model, asked, " A") - log_probability(tiny_model, asked, " B")
+        assert row["p_true"] == pytest.approx(1 / (1 + math.exp(-odds)), abs=1e-5)
+        assert len(row["samples"]) == 3
+        same = [
+            written.normalized(one) == written.normalized(row["answer"]) for one in row["samples"]
+        ]
+        assert row["agreement"] == sum(same) / 3
+        assert row["label"] == (0 if written.is_right(row["answer"], ["kings", "a law"]) else 1)
+    assert len({row["tokens"][0] for row in rows}) > 2
+
+
+def test_samples_are_of_the_models_own_probabilities(tiny_model, tmp_path):
+    """A folder may say top-k and a penalty, which would make other samples than are asked for."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "top_k": 1, "repetition_penalty": 9.0, "eos_token_id": 2})
+    )
+    engine = TransformersEngine(str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    context = tuple(tokenizer("which of the following")["input_ids"])
+    how = Writing(max_tokens=1, stop=("\n",), count=4000, temperature=1.5)
+    ((*samples,),) = engine.write([context], how, tokenizer)
+    with torch.no_grad():
+        logits = engine.model(torch.tensor([context])).logits[0, -1] / 1.5
+    expected = logits.softmax(-1)
+    drawn = torch.tensor([sample.tokens[0] for sample in samples])
+    shares = torch.bincount(drawn, minlength=len(expected)) / len(samples)
+    assert (shares - expected).abs().sum() < 0.3  # 0.2 by chance
+    assert engine.model.generation_config.top_k == 1
+
+
+def test_a_killed_run_ends_with_the_same_bytes(task, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(written, "QUESTIONS_AT_ONCE", 4)
+    options = ("--task", task, "--model", tiny_model, "--samples", "2", "--batch-size", "3")
+    whole = tmp_path / "whole.jsonl"
+    rows = scored(whole, *options)
+    part = tmp_path / "again.jsonl.part"
+    write_lines(part, rows[:6])
+    settings = json.loads(records.sidecar(whole).read_text())
+    records.sidecar(part).write_text(json.dumps(settings))
+    scored(tmp_path / "again.jsonl", *options)
+    assert (tmp_path / "again.jsonl").read_bytes() == whole.read_bytes()
+
+
+def test_a_chat_asks_and_answers_in_turns(task, tiny_model, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHAT)
+    options = ("--task", task, "--model", tiny_model, "--chat-template", template)
+    (row, *_) = scored(tmp_path / "r.jsonl", *options)
+    asked = (
+        f"<s>user: {read_lines(task.with_name('questions.jsonl'))[0]['question']}"
+        f"\nProposed answer: {row['answer']}\nIs the proposed answer right?\n"
+        "A. True\nB. False\nAnswer:\nassistant:"
+    ).replace("user: ", "user: Question: ", 1)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, -1]
+    letters = logits[[tokenizer(letter)["input_ids"][-1] for letter in "AB"]]
+    assert row["p_true"] == pytest.approx(float(letters.softmax(-1)[0]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "expected"),
+    [
+        ({"aliases": []}, (), "line 1: aliases is []"),
+        ({"aliases": ["x", " "]}, (), "line 1: aliases.1 is ' '"),
+        ({}, ("--samples", "2", "--sampling-temperature", "0"), "--sampling-temperature: 0 gives"),
+        ({}, ("--sampling-temperature", "1"), "give samples as well"),
+        ({}, ("--samples", "0"), "--samples 0: "),
+        ({}, ("--scoring", "letters"), "--scoring letters: "),
+        ({}, ("--chat-template", "tokenizer"), "has no chat template; give --chat-template FILE"),
+    ],
+)
+def test_bad_input(task, questions, tiny_model, tmp_path, refused, changes, options, expected):
+    first, *others = read_lines(questions)
+    write_lines(questions, [{**first, **changes}, *others])
+    out = tmp_path / "r.jsonl"
+    message = refused("score", "--task", task, "--model", tiny_model, "--out", out, *options)
+    assert expected in message
+    assert not out.exists()
+
+
+def test_a_row_without_aliases_is_told_where_they_go(
+    task, questions, tiny_model, tmp_path, refused
+):
+    write_lines(questions, [{"question": "Which?", "answers": ["a"]}])
+    out = tmp_path / "r.jsonl"
+    message = refused("score", "--task", task, "--model", tiny_model, "--out", out)
+    assert "line 1: no 'aliases'; found question, answers" in message
+    assert "row: {aliases:" in message
+
+
+def test_choices_are_not_written(command, refused):
+    assert "--samples 2: mmlu's answers are not written" in refused(*command, "--samples", "2")
+    assert "--scoring generate: mmlu is asked by letters" in refused(
+        *command, "--scoring", "generate"
+    )
+
+
+def test_cut_and_empty_answers_are_counted(task, tiny_model, tmp_path, run):
+    task.write_text(task.read_text().replace("max_tokens: 12", "max_tokens: 1"))
+    out = tmp_path / "r.jsonl"
+    printed = run("score", "--task", task, "--model", tiny_model, "--out", out)
+    cut = sum(row.get("cut", False) for row in read_lines(out))
+    assert cut > 0
+    assert f"{cut} of 12 answers are cut at 1 tokens; `max_tokens` of a task" in printed.err
+
+
+def made_records(path, n=400, seed=0, sharpness=1.0):
+    """Write records of written answers whose likelihood is calibrated, but for the sharpness."""
+    rng = random.Random(7)
+    own = random.Random(seed)
+    rows = []
+    for number in range(n):
+        p = rng.random()
+        right = own.random() < p
+        tokens = rng.randint(1, 9)
+        rows.append(
+            {
+                **{"id": f"q{number}", "subject": f"s{number % 3}", "label": 0 if right else 1},
+                **{"logprobs": [sharpness * tokens * math.log(p)], "tokens": [tokens]},
+                **{"scoring": "generate", "normalise": "tokens", "prompt_sha256": str(number)},
+                **{"p_true": p, "agreement": round(10 * p) / 10, "model": "m", "answer": "x"},
+            }
+        )
+    return write_lines(path, rows)
+
+
+def test_metrics_and_comparisons_are_of_the_confidence(tmp_path, run):
+    a = made_records(tmp_path / "a.jsonl")
+    b = made_records(tmp_path / "b.jsonl", sharpness=3.0)
+    found = summarize(a)["choices"]
+    rows = read_lines(a)
+    p = [row["p_true"] for row in rows]
+    right = [row["label"] == 0 for row in rows]
+    assert found["brier"].value == pytest.approx(
+        sum((one - y) ** 2 for one, y in zip(p, right, strict=True)) / len(rows)
+    )
+    assert found["ece"].value < found["ece"].floor
+    surest = sorted(zip(p, right, strict=True), reverse=True)[: len(rows) // 2]
+    assert found["accuracy_at_50"].value == pytest.approx(sum(y for _, y in surest) / len(surest))
+    points = [(1 if y else -3) if one > 0.75 else 0 for one, y in zip(p, right, strict=True)]
+    assert found["penalized_75"].value == pytest.approx(sum(points) / len(points))
+    assert found["penalized_75"].low < found["penalized_75"].value < found["penalized_75"].high
+    assert compare(a, b)["choices"]["brier"]["better"] == "a"
+    by_share = run("metrics", a, "--normalise", "agreement", "--subjects").out
+    assert "written answers, confidence by agreement" in by_share
+    printed = run("compare", a, b, "--normalise", "p_true").out
+    assert "penalized_90" in printed
+
+
+def test_a_temperature_of_the_likelihood(tmp_path, run):
+    fit_on = made_records(tmp_path / "fit.jsonl", seed=1, sharpness=3.0)
+    rows = read_lines(fit_on)
+    for number, row in enumerate(rows):
+        row.update(id=f"other{number}", prompt_sha256=f"other{number}")
+    write_lines(fit_on, rows)
+    test = made_records(tmp_path / "test.jsonl", sharpness=3.0)
+    out = tmp_path / "out.jsonl"
+    run("temperature", fit_on, test, "--out", out)
+    tau = json.loads(records.sidecar(out).read_text())["temperature"]["temperature"]
+    assert tau == pytest.approx(3, rel=0.15)
+    before = summarize(test)["choices"]
+    after = summarize(out)["choices"]
+    assert after["accuracy"].value == before["accuracy"].value
+    assert after["auroc"].value == pytest.approx(before["auroc"].value)
+    assert after["nll"].value < before["nll"].value
+    assert "p_true" not in read_lines(out)[0]
+
+
+def test_other_commands_take_them_or_say_why_not(tmp_path, run, refused):
+    a = made_records(tmp_path / "a.jsonl")
+    b = made_records(tmp_path / "b.jsonl", seed=1, sharpness=3.0)
+    assert "is of written answers" in refused("conformal", a)
+    index = write_lines(
+        tmp_path / "index.jsonl",
+        [
+            {
+                "records": str(path),
+                "dataset": "trivia",
+                "model": "m",
+                "label_smoothing": beta,
+                "seed": 1,
+            }
+            for path, beta in ((a, 0.0), (b, 0.1))
+        ],
+    )
+    columns = "accuracy,ece,accuracy_at_80,penalized_75"
+    table = run("collect", index, "--out", tmp_path / "report", "--columns", columns).out
+    assert "Acc@80%" in table
