@@ -464,6 +464,37 @@ def run_temperature(arguments: argparse.Namespace) -> None:
     show(text if arguments.json else f"{arguments.out}: {text}")
 
 
+# --- temperature-head ---
+
+
+def add_temperature_head_options(grammar: argparse.ArgumentParser) -> None:
+    grammar.add_argument("--model", required=True, help="model folder or hub name")
+    grammar.add_argument(
+        "--data", required=True, type=Path, metavar="ALPACA.json", help="whose responses it reads"
+    )
+    grammar.add_argument("--out", required=True, type=Path, metavar="HEAD.pt")
+    grammar.add_argument("--head", choices=("transformer", "linear"), default="transformer")
+    grammar.add_argument(
+        "--alpha", type=float, default=0.5, help="weight of tokens that the model has wrong"
+    )
+    grammar.add_argument("--seed", type=int, default=0)
+
+
+def run_temperature_head(arguments: argparse.Namespace) -> None:
+    """Train what gives each token a temperature, for `score --temperature-head`."""
+    from calibeval.ask import adaptive
+
+    adaptive.train(
+        arguments.model,
+        arguments.data,
+        arguments.out,
+        kind=arguments.head,
+        alpha=arguments.alpha,
+        seed=arguments.seed,
+    )
+    show(f"{arguments.out}: a head for {arguments.model}", to_stderr=arguments.json)
+
+
 # --- conformal ---
 
 
@@ -540,6 +571,7 @@ COMMANDS = {
     "compare": Command(run_compare, add_compare_options, takes_normalise=True),
     "check": Command(run_check, add_check_options, continues=True),
     "temperature": Command(run_temperature, add_temperature_options),
+    "temperature-head": Command(run_temperature_head, add_temperature_head_options),
     "conformal": Command(run_conformal, add_conformal_options),
     "collect": Command(run_collect, add_collect_options),
 }

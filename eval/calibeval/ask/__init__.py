@@ -6,6 +6,7 @@ tasks        a task's data, as questions
 questions    a question with its choices, and its subject
 prompts      the text that is put before a question, by letters or by texts
 written      answers that the model writes
+adaptive     a temperature for each token, and the engine that scores with it
 chat         the same as a conversation, by a model's chat template
 engines/     what gives log-probabilities: transformers or vLLM
 model_digest what tells a model's weights from others'

@@ -158,6 +158,8 @@ class Request(Strict):
     """Branch, tag or commit of a model on the hub; by default the newest."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the GPU's memory that vLLM takes, from 0 to 1; by default vLLM's own."""
+    temperature_head: str | None = None
+    """File of `calibeval temperature-head`, whose temperature divides each token's logits."""
 
     @model_validator(mode="after")
     def _options_are_the_engines(self) -> "Request":
@@ -165,6 +167,8 @@ class Request(Strict):
             raise ValueError("gpu_memory_utilization: is for engine vllm")
         if self.batch_size is not None and self.engine != "transformers":
             raise ValueError("batch_size: is for engine transformers; vLLM finds its own")
+        if self.temperature_head is not None and self.engine != "transformers":
+            raise ValueError("temperature_head: is for engine transformers")
         return self
 
     @model_validator(mode="after")
@@ -184,3 +188,4 @@ class EngineOptions(TypedDict, total=False):
     batch_size: int | None
     revision: str | None
     gpu_memory_utilization: float | None
+    temperature_head: str | None

@@ -34,7 +34,7 @@ from calibeval.ask.questions import Question, Subject
 from calibeval.ask.request import EngineOptions, Request, ResolvedTask, Task
 from calibeval.ask.task_files import Normaliser, ScoringName
 from calibeval.ask.tasks import load, normaliser_of, resolved
-from calibeval.io import InputError, counted
+from calibeval.io import InputError, counted, sha256
 from calibeval.measures import METRICS, SUMMARY, Sample, scores_of_records, stats
 from calibeval.records import RawRecord, Records
 from calibeval.records.store import Store, earlier_settings, part_of
@@ -108,7 +108,10 @@ def score(
     settings = {
         "model_digest": digest,
         **request.model_dump(include={"revision", "engine", "dtype"}),
+        "temperature_head": None,
     }
+    if request.temperature_head is not None:
+        settings["temperature_head"] = sha256(request.temperature_head)
     with ExitStack() as at_end:
         folder, working_folder = _open_folders(out, source, request.tasks, at_end)
         engine = at_end.enter_context(_LazyEngine(source.model, request, max_model_length))

@@ -144,6 +144,16 @@ def create_engine(
     `max_model_length` is what the function of this name says of all that will be scored. A model
     that the engine cannot run raises `InputError`.
     """
+    if request.temperature_head is not None:
+        from calibeval.ask.adaptive import AdaptiveEngine
+
+        return AdaptiveEngine(
+            model,
+            Path(request.temperature_head),
+            dtype=request.dtype,
+            batch_size=request.batch_size,
+            revision=request.revision,
+        )
     if request.engine == "transformers":
         from calibeval.ask.engines.hf import TransformersEngine
 
