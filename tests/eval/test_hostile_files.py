@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -155,6 +156,29 @@ def test_a_task_file_names_no_split_outside_its_data(task_file, tmp_path):
     path = task_file("data: {path: ., files: '../{{ split }}.jsonl'}\n")
     with pytest.raises(InputError, match=r"data\.files: .* lies outside"):
         load(Task(task=path, data=str(tmp_path)))
+
+
+def test_a_task_file_names_no_link_that_leads_outside_its_folder(task_file, tmp_path_factory):
+    private = tmp_path_factory.mktemp("home") / "private.csv"
+    private.write_text("a secret,\n")
+    path = task_file("data: {path: rows.csv}\n")
+    (Path(path).parent / "rows.csv").symlink_to(private)
+    with pytest.raises(InputError, match=rf"data\.path: .* lies outside .*, --data {private}"):
+        task_files.default_data(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a link away needs root")
+def test_another_users_link_to_a_file_of_ones_own_is_not_followed(tmp_path):
+    """An error of a file that is only looked for showed a line of any other."""
+    (tmp_path / "private").write_text("a secret")
+    link = tmp_path / "launched.yaml"
+    link.symlink_to("private")
+    assert read_text(link) == "a secret"
+    os.lchown(link, 1, 1)
+    with pytest.raises(
+        InputError, match=r"launched\.yaml: could not be read \(another user's link"
+    ):
+        read_text(link)
 
 
 def test_control_characters_are_written_out():

@@ -464,10 +464,11 @@ def default_data(task: str) -> str | None:
     source = read(task).data
     if source.path is not None:
         path = Path(task).parent / source.path
-        if leaves_folder(source.path):
+        folder = os.path.realpath(Path(task).parent)
+        if leaves_folder(source.path) or not Path(os.path.realpath(path)).is_relative_to(folder):
             raise InputError(
                 f"{task}: data.path: {source.path} lies outside the task file's folder and would "
-                f"be read: if you mean it, --data {path}"
+                f"be read: if you mean it, --data {os.path.realpath(path)}"
             )
         return str(path)
     return f"hub:{source.hub}" if source.hub is not None else None
