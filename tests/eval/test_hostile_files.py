@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -311,6 +312,13 @@ def test_pipes_terminals_and_huge_files_are_not_read(tmp_path):
             read(huge)
     os.close(terminal)
     os.close(other_end)
+
+
+def test_no_matplotlibrc_of_the_current_folder_is_read(tmp_path):
+    os.mkfifo(tmp_path / "matplotlibrc")
+    code = "from calibeval.report import figures\nwith figures.style(): import matplotlib.figure"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60)
+    assert done.returncode == 0
 
 
 def test_a_pipe_that_the_user_names_is_read():
