@@ -308,7 +308,10 @@ def reading(path: str | Path) -> Iterator[IO[str]]:
 
 
 def refuse_larger(path: str | Path, size: int, most: int) -> None:
-    """Raise `InputError` for a file of more than `most` bytes, before it fills the memory."""
+    """Raise `InputError` for a file of more than `most` bytes, before it fills the memory.
+
+    `size` is the file's, or of what is packed in it.
+    """
     if size > most:
         raise InputError(f"{path}: is larger than {most:,} bytes, the most that is read of it")
 

@@ -314,6 +314,25 @@ def test_pipes_terminals_and_huge_files_are_not_read(tmp_path):
     os.close(other_end)
 
 
+@pytest.mark.parametrize("values", ["told", "shared"])
+def test_a_packed_log_fills_no_memory(tmp_path, values):
+    """Of equal values a file holds one, and of itself it may say anything."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    text = "x" * 10_000
+    column = pyarrow.array([text] * 100)
+    if values == "shared":
+        column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 100), [text])
+    file = tmp_path / "details.parquet"
+    parquet.write_table(
+        pyarrow.table({"doc": column}), file, use_dictionary=values == "shared", compression="zstd"
+    )
+    assert file.stat().st_size < 50_000
+    with pytest.raises(InputError, match=r"details\.parquet: is larger than 500,000 bytes"):
+        lighteval._unpacked(file, parquet.ParquetFile(file), most=500_000)
+    assert len(lighteval._unpacked(file, parquet.ParquetFile(file))) == 100
+
+
 def test_no_matplotlibrc_of_the_current_folder_is_read(tmp_path):
     os.mkfifo(tmp_path / "matplotlibrc")
     code = "from calibeval.report import figures\nwith figures.style(): import matplotlib.figure"
