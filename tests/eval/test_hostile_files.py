@@ -383,3 +383,61 @@ def test_no_reader_of_datasets_is_called_by_the_name_of_data(tmp_path, monkeypat
     with pytest.raises(InputError, match=r"expected hub:owner/name|not read"):
         load(Task(task="piqa", data=data))
     assert names == ([] if data.startswith("hub:") else [str(tmp_path / "pandas")])
+
+
+@pytest.fixture
+def data_folder(tmp_path, monkeypatch):
+    """A factory of folders that `datasets` reads; `data_folder(card, rows)` → path."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "data"
+    folder.mkdir()
+
+    def make(configs: str = "", card: str = "README.md") -> str:
+        text = f"configs:\n- {{config_name: all, data_files: {configs}}}\n" if configs else ""
+        (folder / card).write_text(f"---\n{text}---\n" if card == "README.md" else text)
+        return str(folder)
+
+    return make
+
+
+@pytest.mark.parametrize("card", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize(
+    "place",
+    ["ftp://127.0.0.1:9/a.csv", "zip://a.csv::https://127.0.0.1:9/a", "/etc/passwd", "../a.csv"],
+)
+def test_a_folder_of_data_names_no_address_and_no_file_elsewhere(data_folder, card, place):
+    """`datasets` asked the address, in a dry run too."""
+    for configs in (f'"{place}"', f'[{{split: test, path: ["{place}"]}}]'):
+        folder = data_folder(configs, card)
+        (Path(folder) / "a.parquet").touch()
+        with pytest.raises(InputError, match=f"{card}: configs: .* lies outside the folder"):
+            load(Task(task="mmlu", data=folder, shots=0))
+
+
+def test_no_picture_of_a_folder_of_data_is_opened(data_folder):
+    """Its row may hold an address instead, or a file's name."""
+    datasets = pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder = data_folder()
+    row = {"goal": "?", "sol1": "a", "sol2": "b", "label": 0}
+    table = pyarrow.Table.from_pylist([row])
+    pictures = [{"bytes": None, "path": "https://127.0.0.1:9/a.png"}]
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    table = table.append_column("picture", pyarrow.array(pictures, kind))
+    features = datasets.Features.from_arrow_schema(table.schema)
+    features["picture"] = datasets.Image()
+    schema = json.dumps({"info": {"features": features.to_dict()}})
+    table = table.replace_schema_metadata({"huggingface": schema})
+    parquet.write_table(table, f"{folder}/validation.parquet")
+    (subject,) = load(Task(task="piqa", data=folder, shots=0))
+    assert [question.text for question in subject.questions] == ["?"]
+
+
+def test_a_folder_of_data_prints_nothing_by_itself(data_folder, capfd):
+    folder = data_folder()
+    (Path(folder) / "test\x1b[2J.json").write_text("[")
+    with pytest.raises(InputError, match="it cannot be loaded"):
+        load(Task(task="piqa", data=folder, shots=0))
+    assert "\x1b[2J" not in capfd.readouterr().err
