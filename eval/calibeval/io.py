@@ -70,6 +70,7 @@ PROGRESS_AFTER = 5  # seconds, after which a bar shows how far a command is
 PROGRESS_STEP = 1 << 22  # characters of a file between two looks at the clock
 WHOLE_FILE = 64 << 20  # bytes of the largest file that `read_text` reads unless it is told another
 LARGE_FILE = 4 << 30  # bytes of the largest file of records, or log of them, that is read
+MESSAGE_CHARACTERS = 10_000  # of an error that is printed, which may quote somebody's long value
 LINE_CHARACTERS = 64 << 20  # of the longest line of a JSON-lines file
 # What a terminal obeys, the marks among it that turn the direction of writing, and the halves of
 # surrogate pairs, which no terminal can be sent.
@@ -129,6 +130,8 @@ def _show_traceback(
 
 
 def _show_error(message: str) -> None:
+    if len(message) > MESSAGE_CHARACTERS:
+        message = f"{message[:MESSAGE_CHARACTERS]} …"
     show(hanging(f"error: {message}"), to_stderr=True)
 
 

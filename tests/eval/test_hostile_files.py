@@ -196,6 +196,14 @@ def test_a_line_within_a_message_is_indented(capsys):
     assert capsys.readouterr().err == "error: a: 'x\n       error: forged\\u001b[2J'\n"
 
 
+def test_a_value_of_a_message_does_not_flood_the_terminal(capsys):
+    def work():
+        raise InputError(f"a: is {'x' * 1_000_000}")
+
+    assert finish(work) == 2
+    assert len(capsys.readouterr().err) < 11_000
+
+
 def test_a_traceback_has_no_control_characters(capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
