@@ -28,12 +28,6 @@ def test_equal_answers_are_ties_whatever_rounding_leaves(score):
     assert len(np.unique(scores)) == 3
 
 
-def test_an_unknown_score_is_refused():
-    probs = np.full((2, 4), 0.25)
-    with pytest.raises(InputError, match="score is 'nonsense', expected lac or aps"):
-        conformal.nonconformity(probs, "nonsense", np.zeros(2))
-
-
 def test_aps_scores_are_their_definition():
     probs = np.exp(draw(200, 1.0, 0)[0])
     uniform = np.random.default_rng(0).random(200)
@@ -96,13 +90,6 @@ def test_a_set_without_threshold_has_the_choices_that_there_are(tmp_path):
 def test_an_alpha_of_1_is_refused(tmp_path, refused):
     message = refused("conformal", write_records(tmp_path / "a.jsonl", 20), "--alpha", "1")
     assert "alpha is 1.0, expected a number from 0 to below 1" in message
-
-
-def test_no_splits_are_refused(tmp_path):
-    """Means of no splits were NaN, with a warning of NumPy's."""
-    made = records.read(write_records(tmp_path / "a.jsonl", 20))
-    with pytest.raises(InputError, match="splits is 0, expected 1 or more"):
-        conformal.evaluate(made, splits=0)
 
 
 def test_one_record_alone_is_refused(tmp_path):
