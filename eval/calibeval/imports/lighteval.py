@@ -7,7 +7,6 @@ question that has the log-probability of each choice where the task's metric nee
 
 import hashlib
 import json
-import math
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from calibeval.imports.logs import (
     Log,
     LogFormat,
     LogSample,
-    normaliser,
+    choice_fields,
     possible,
     split_task,
 )
@@ -46,9 +45,9 @@ def read_lighteval(path: Path) -> Log:
     try:
         with open(path, "rb", opener=regular_file) as file:
             rows = _unpacked(path, ParquetFile(file))
-        names = [row["doc"]["task_name"] for row in rows]
         # "mmlu:anatomy|5" is the task mmlu:anatomy with five examples.
-        task = names[0].rpartition("|")[0].replace(":", "_") if names else ""
+        name = rows[0]["doc"]["task_name"] if rows else ""
+        task = name.rpartition("|")[0].replace(":", "_")
     except (ArrowException, OSError, *NOT_A_SAMPLE) as error:
         raise InputError(
             f"{path}: not lighteval's details ({' '.join(str(error).split())}); expected "
@@ -125,13 +124,8 @@ def lighteval_row(row: dict[str, Any], task: str) -> RawRecord:
     truncated = row["model_response"].get("truncated_tokens_count")
     if truncated:
         record["truncated"] = truncated
-    if [text.strip() for text in texts] == list(LETTERS[: len(texts)]):
-        record["letter_mass"] = math.fsum(map(math.exp, logprobs))
-        return record
-    record["scoring"] = "continuation"
-    record["normalise"] = normaliser(row["metric"])
-    record["bytes"] = [len(text.encode()) for text in texts]
-    record["characters"] = [len(text) for text in texts]
+    are_letters = [text.strip() for text in texts] == list(LETTERS[: len(texts)])
+    record.update(choice_fields(texts, logprobs, are_letters, row["metric"]))
     return record
 
 

@@ -198,7 +198,7 @@ def reliability_diagrams(
     one_model = len({row.setting["model"] for row in rows}) == 1
     for axis, row in zip(axes.flat, rows, strict=False):
         draw_curves(axis, mean_curves(row, data_set, among), color(row.beta))
-        name = row.name_without("model") if one_model else row.name()
+        name = row.name("model") if one_model else row.name()
         name = textwrap.fill(name, NAME_WIDTH, max_lines=NAME_LINES, placeholder=" …")
         axis.set_title(f"{name}\n{_title_values(row, data_set, among)}", pad=3)
         axis.set_aspect("equal")
@@ -259,7 +259,7 @@ def error_over_beta(
     tuned = sorted((row for row in rows if row.beta is not None), key=lambda row: row.beta or 0)
     rows_of_line: dict[str, list[TableRow]] = {}
     for row in tuned:
-        name = row.name_without("label_smoothing") or row.setting["model"]
+        name = row.name("label_smoothing") or row.setting["model"]
         rows_of_line.setdefault(name, []).append(row)
     canvas = _canvas(6)
     panels = canvas.subplots(1, len(rows_with), sharey=True, squeeze=False)[0]
@@ -275,7 +275,7 @@ def error_over_beta(
         for place, row in enumerate(bases):
             value = row.estimate(data_set, MAIN_ERROR, among).value
             style = BASE_STYLES[place % len(BASE_STYLES)]
-            name = row.name_without("label_smoothing") or row.setting["model"]
+            name = row.name("label_smoothing") or row.setting["model"]
             label = f"{name}, before fine-tuning"
             axis.axhline(value, color=GREY, ls=style, lw=1, label=label)
         axis.set_title(f"{data_set}, confidence {AMONG_WORDS[among]}", pad=4)
