@@ -615,7 +615,8 @@ def test_ids_and_subjects_are_those_that_the_built_in_task_gives(task, monkeypat
     """Else `compare` refuses imported records beside those of `score`, as of other questions."""
     datasets = pytest.importorskip("datasets")
     lm_eval_task, rows = HUB_ROWS[task]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    hub_rows = datasets.Dataset.from_list(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: hub_rows)
     language = "de" if task == "global_mmlu" else None
     subjects = tasks.load(Task(task=task, data="hub:any/name", shots=0, language=language))
     own = [(question.id, question.subject) for part in subjects for question in part.questions]

@@ -10,7 +10,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,22 +24,28 @@ from calibeval.imports.logs import (
     possible,
     split_task,
 )
-from calibeval.io import InputError, regular_file
+from calibeval.io import InputError, refuse_larger, regular_file
 from calibeval.records import RawRecord
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+MOST_UNPACKED = 1 << 30  # characters of a file of details
+ROWS_AT_ONCE = 16  # of a file of details, whose rows may be long
 
 
 def read_lighteval(path: Path) -> Log:
     """A file of details, which are one task's, in its order."""
     try:
         from pyarrow import ArrowException
-        from pyarrow.parquet import read_table
+        from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise InputError(
             f"{path}: {error}; `pip install pyarrow` gives what reads lighteval's files"
         ) from error
     try:
         with open(path, "rb", opener=regular_file) as file:
-            rows = read_table(file).to_pylist()
+            rows = _unpacked(path, ParquetFile(file))
         names = [row["doc"]["task_name"] for row in rows]
         # "mmlu:anatomy|5" is the task mmlu:anatomy with five examples.
         task = names[0].rpartition("|")[0].replace(":", "_") if names else ""
@@ -54,6 +60,27 @@ def read_lighteval(path: Path) -> Log:
     ]
     shared = {"model": _lighteval_model(path), "versions": {}}
     return Log(split_task(task)[0], shared, samples, tells_of_chats=False)
+
+
+def _unpacked(path: Path, file: "ParquetFile", most: int = MOST_UNPACKED) -> list[dict[str, Any]]:
+    """The file's rows; `InputError` where they have more than `most` characters.
+
+    A small file may unpack into any number of them. What it says of its size need not be true, and
+    of equal values it holds one, so the rows are measured too, one by one.
+    """
+    metadata = file.metadata
+    groups = range(metadata.num_row_groups)
+    refuse_larger(path, sum(metadata.row_group(group).total_byte_size for group in groups), most)
+    size = 0
+    rows: list[dict[str, Any]] = []
+    for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+        refuse_larger(path, batch.nbytes, most)
+        for number in range(batch.num_rows):
+            (row,) = batch.slice(number, 1).to_pylist()
+            size += len(str(row))
+            refuse_larger(path, size, most)
+            rows.append(row)
+    return rows
 
 
 def _lighteval_model(path: Path) -> str:

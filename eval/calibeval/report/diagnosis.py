@@ -502,15 +502,14 @@ def draw(by_model: dict[str, Evaluation]) -> "Figure":
 
     A legend below tells the lines and bands apart.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     from calibeval.report import figures
 
     confidences = [
         name for name in AMONG_WORDS if all(name in e.confidences for e in by_model.values())
     ]
-    with matplotlib.rc_context(figures.STYLE):
+    with figures.style():
+        from matplotlib.figure import Figure
+
         canvas = Figure((5.0, 3.0 * len(confidences)), layout="constrained")
         panels = canvas.subplots(
             len(confidences), len(by_model), sharex=True, sharey=True, squeeze=False

@@ -3,10 +3,11 @@
 Each is an SVG for the page and a PNG for slides, 17.5 cm wide, a page's width.
 """
 
+import contextlib
 import hashlib
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,8 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "svg.hashsalt": "calibeval",  # the same SVG every time
+    # Names of data sets and models are texts: between two dollars would be a formula.
+    "text.parse_math": False,
 }
 
 
@@ -69,13 +72,23 @@ def color(beta: float | None) -> tuple[float, ...]:
     return colormaps["viridis"](np.interp(beta, (0, 0.5), SHADES))[:3]
 
 
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """Let figures be drawn in `STYLE`, whatever a `matplotlibrc` of the current folder says.
+
+    That folder may be anybody's, and matplotlib reads the file when it is imported.
+    """
+    with contextlib.chdir("/"):
+        import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        yield
+
+
 def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
     """Draw every figure that there are data for into `out`; return each .svg with its caption."""
-    import matplotlib
-
     captions = []
-    # Names of data sets and models are texts: between two dollars would be a formula.
-    with matplotlib.rc_context({**STYLE, "text.parse_math": False}):
+    with style():
         for data_set in results.data_sets:
             for drawing in _drawings(results, data_set):
                 _save(drawing, out)
