@@ -204,20 +204,52 @@ def test_where_there_are_no_arrays_each_run_is_a_job(
 def test_a_container_without_slurms_tools_saves_and_comes_back(
     cluster, profile, toy_file, tmp_path
 ):
-    """Its scontrol is that of the batch script, outside of it."""
+    """Its scontrol is that of the batch script, outside of it. The last element of an array has the
+    array's own number, by which Slurm would requeue all elements."""
     python = f"env PATH={tmp_path}/nothing {sys.executable}"
-    path = toy_file(grid={}, train=LONG, cluster=profile(python=python))
+    train = {**LONG, "steps": 1000}
+    path = toy_file(grid={"seed": [1, 2]}, train=train, cluster=profile(python=python))
     submit(path)
-    (run,) = runs_of(path)
-    wait_for(lambda: run.last_saved_step() >= 5)
-    label = rows(run, "began")[0]["job"]
+    first, last = runs_of(path)
+    wait_for(lambda: min(first.last_saved_step(), last.last_saved_step()) >= 5)
+    label = rows(last, "began")[0]["job"]
     subprocess.run(["scancel", "--signal=USR2", label], check=True)
-    wait_for(lambda: len(rows(run, "began")) == 2)
-    assert rows(run, "began")[1]["job"] == label
+    wait_for(lambda: len(rows(last, "began")) == 2)
+    assert rows(last, "began")[1]["job"] == label
+    assert not rows(first, "ended"), logs(tmp_path)
     command("cancel", path)
     wait_for(empty, seconds=60)
-    assert "1 stopped" in command("status", path).stdout, logs(tmp_path)
-    assert "no scontrol in here" in logs(tmp_path)
+    assert "2 stopped" in command("status", path).stdout, logs(tmp_path)
+
+
+def test_a_container_without_slurms_tools_comes_back_after_a_preemption(
+    cluster, profile, toy_file, tmp_path
+):
+    python = f"env PATH={tmp_path}/nothing {sys.executable}"
+    path = toy_file(grid={}, train={**LONG, "save_every": None}, cluster=profile(python=python))
+    submit(path)
+    (run,) = runs_of(path)
+    wait_for(run.metrics.exists)
+    urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    subprocess.run([*urgent, "--wrap=srun sleep 3"], check=True)
+    wait_for(empty)
+    assert run.done, logs(tmp_path)
+    assert len(rows(run, "began")) == 2
+
+
+def test_a_container_without_slurms_tools_comes_back_from_the_time_limit(
+    cluster, profile, toy_file, tmp_path
+):
+    """Slurm's TERM at the limit reaches the batch script, too, which must outlive it."""
+    python = f"env PATH={tmp_path}/nothing {sys.executable}"
+    train = {"pace": 0.1, "steps": 2000, "deaf": True}
+    limit = profile(python=python, time="1", signal_seconds=25)
+    path = toy_file(grid={}, train=train, cluster=limit)
+    submit(path)
+    (run,) = runs_of(path)
+    wait_for(lambda: len(rows(run, "began")) == 2)
+    command("cancel", path)
+    wait_for(empty)
 
 
 def test_a_node_that_cannot_write_the_folder_is_named(cluster, profile, toy_file, tmp_path):

@@ -124,6 +124,24 @@ def test_a_training_that_somebody_cancelled_is_stopped(trained_and_scored_apart,
     assert status_of(path).state is State.STOPPED
 
 
+def test_a_banner_of_sacct_is_no_end(trained_and_scored_apart, slurm_says):
+    """Wrappers of Slurm's tools print one, where a login shell does."""
+    path, _ = trained_and_scored_apart
+    slurm_says(squeue="", sacct="*** Maintenance on Monday ***\n14_0|OUT_OF_MEMORY|0:125|n1")
+    assert status_of(path).detail == "14_0 OUT_OF_MEMORY, exit 0:125, before it began"
+
+
+def test_a_run_without_metrics_shows_the_step_that_it_has_saved(toy_file, slurm_says):
+    """As a script of the user's own may write none; a run that goes on again is not starting."""
+    path = toy_file(grid={})
+    run = prepare(path)
+    submit(run, "aaaaaa", "train", "14")
+    slurm_says(squeue="14|0|RUNNING|toy.train.aaaaaa|None")
+    assert status_of(path).detail == "starting"
+    (run.checkpoints / "checkpoint-20").mkdir(parents=True)
+    assert status_of(path).detail == "saved at step 20"
+
+
 LAUNCHED = Event(EventKind.LAUNCHED, "now", {"tag": "aaaaaa"})
 BEGAN = Event(EventKind.BEGAN, "now", {"stage": "train"})
 SAVED = Event(EventKind.ENDED, "now", {"exit": 75, "stopped": True})

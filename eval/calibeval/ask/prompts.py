@@ -100,10 +100,6 @@ class ScoringMode(ABC):
         self.chat = chat
         self.answer_room = answer_room  # tokens that a written answer needs after the context
 
-    def prompt(self, subject: Subject, question: Question, shots: int) -> Prompt:
-        """The question's prompt, in a chat if this instance asks in one."""
-        return self.build(subject, question, shots, self.chat)
-
     @classmethod
     def build(
         cls, subject: Subject, question: Question, shots: int, chat: ChatFormat | None = None

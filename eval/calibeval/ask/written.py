@@ -151,11 +151,12 @@ class Writer:
 
     def _p_true_jobs(self, items: Sequence["Item"], texts: Sequence[str]) -> list[Job]:
         """A question for each answer: is it right, A or B."""
-        mode = LetterScoring(self.tokenizer, chat.of_task(self.task, self.tokenizer))
+        chat_format = chat.of_task(self.task, self.tokenizer)
+        mode = LetterScoring(self.tokenizer, chat_format)
         prompts = []
         for item, text in zip(items, texts, strict=True):
             asked = _is_it_right(item.prompt.question.text, text)
-            prompts.append(mode.prompt(NO_SUBJECT, asked, shots=0))
+            prompts.append(mode.build(NO_SUBJECT, asked, 0, chat_format))
         jobs = []
         for item, tokenized in zip(items, mode.tokenize(prompts), strict=True):
             branches = tokenized.branches

@@ -63,6 +63,8 @@ class Element(Checkpointable):
     def __call__(self) -> None:
         """Work on this element's run, until it is done, failed or saved; see `assigned_run`."""
         run = assigned_run()
+        # An earlier start of this job may have asked, and its script have been killed meanwhile.
+        requeue_request().unlink(missing_ok=True)
         heard: set[int] = set()
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, _: heard.add(number))
@@ -79,7 +81,9 @@ class Element(Checkpointable):
         # alone, of which Slurm knows nothing; or because a node was given up. So it is requeued.
         heard_no_term = signal.SIGTERM not in heard
         was_stopped = outcome is Outcome.STOPPED and signal.SIGINT not in heard
-        if was_stopped and (heard_no_term or may_requeue()):
+        if was_stopped and not _has_scontrol():
+            ask_script(run)
+        elif was_stopped and (heard_no_term or may_requeue()):
             come_back(run)
         sys.exit(outcome.value)  # without words: what is to be said stands in the log already
 
@@ -139,11 +143,7 @@ def take_over(run: Run, asked_to_stop: Callable[[], bool]) -> None:
 
 def come_back(run: Run) -> None:
     """See to it that Slurm starts this job again, unless it was cancelled; say what comes next."""
-    reached = "what is scored" if run.trained else f"at step {run.last_saved_step()}"
-    if not _has_scontrol():  # as in a container: the batch script, outside of it, has one
-        (element_folder() / f"{os.environ['SLURM_JOB_ID']}{REQUEUE_REQUEST}").touch()
-        print(f"{run.name}: saved {reached}; the job's script requeues it", flush=True)
-        return
+    reached = _reached(run)
     end = time.monotonic() + REQUEUE_TIME
     while time.monotonic() < end:
         decision = decision_of_slurm()
@@ -158,8 +158,24 @@ def come_back(run: Run) -> None:
     print(f"{run.name}: saved {reached}, and not requeued: launch it again", flush=True)
 
 
+def _reached(run: Run) -> str:
+    return "what is scored" if run.trained else f"at step {run.last_saved_step()}"
+
+
 def _has_scontrol() -> bool:
     return shutil.which("scontrol") is not None
+
+
+def requeue_request() -> Path:
+    """The file by which this element asks its batch script for a requeue."""
+    return element_folder() / f"{job_label()}{REQUEUE_REQUEST}"
+
+
+def ask_script(run: Run) -> None:
+    """Leave it to the batch script, which has a scontrol outside of the container, to requeue."""
+    touch(requeue_request())
+    decision = "the job's script requeues it, unless it was cancelled"
+    print(f"{run.name}: saved {_reached(run)}; {decision}", flush=True)
 
 
 def restart_count() -> int:
@@ -212,9 +228,6 @@ def may_requeue() -> bool:
     """
     label = job_label()
     assert label is not None  # an element runs in a job
-    if not _has_scontrol():
-        print("no scontrol in here tells why this job ends: launch it again", flush=True)
-        return False
     known = describe_job(label)
     while not known:  # the controller is busy, or away
         time.sleep(ASK_PAUSE)

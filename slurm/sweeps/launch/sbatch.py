@@ -23,6 +23,7 @@ from sweeps.launch.submitit_adapter import (
     ENDLESS,
     copy_pickle_lines,
     element_command,
+    label_in_script,
     script_text,
 )
 from sweeps.runs import stages
@@ -256,27 +257,37 @@ def script(
         command = element_command(python, job_folder)
         if _nodes(sweep, job) > 1:
             command = f"exec {command}"  # signals reach the batch job's own process alone
+    is_in_container = " " in cluster.python and job.kind is not JobKind.COLLECT
+    if is_in_container:
+        lines.append("trap : TERM  # of the time limit, which the lines behind the command outlive")
     text = script_text(
         command, job_folder, lines, parameters(sweep, cluster, job, job_folder, dependency)
     )
-    is_container = " " in cluster.python
-    if is_container and job.kind is not JobKind.COLLECT:
-        text += "\n".join(["", *requeue_lines(job_folder), ""])
+    if is_in_container:
+        text += "\n".join(["", *requeue_lines(job_folder, job.is_array), ""])
     return text
 
 
-def requeue_lines(job_folder: Path) -> list[str]:
+def requeue_lines(job_folder: Path, is_array: bool) -> list[str]:
     """Shell lines behind the command, which requeue the job where an element has asked for it.
 
-    In a container there may be no scontrol: see `element.come_back`.
+    In a container there may be no scontrol: see `element.ask_script`. What Slurm says of the job
+    decides, as in `element.may_requeue`: it does not come back from a scancel, and not twice from a
+    requeue by somebody else. Where Slurm does not answer, it is asked again.
     """
     folder = shlex.quote(str(job_folder))
     return [
-        f"code=$? request={folder}/$SLURM_JOB_ID{REQUEUE_REQUEST}",
-        'if [ -e "$request" ]; then',
-        '    rm "$request"',
-        '    until scontrol requeue "$SLURM_JOB_ID"; do sleep 10; done',
-        "fi",
+        f"code=$? job={label_in_script(is_array)}",
+        f"request={folder}/$job{REQUEUE_REQUEST}",
+        'while [ -e "$request" ]; do',
+        '    case $(scontrol show job "$job") in',
+        '    *JobState=CANCELLED* | *JobState=PENDING*) rm "$request" ;;',
+        "    *JobState=RUNNING* | *Reason=TimeLimit* | *PreemptTime=[0-9]*)",
+        '        scontrol requeue "$job" && rm "$request" || sleep 10 ;;',
+        '    *JobState=*) rm "$request" ;;',
+        "    *) sleep 10 ;;",
+        "    esac",
+        "done",
         "exit $code",
     ]
 

@@ -61,6 +61,7 @@ __all__ = [
     "element_folder",
     "element_index",
     "element_log",
+    "label_in_script",
     "script_text",
     "write_pickle",
 ]
@@ -94,11 +95,19 @@ def copy_pickle_lines(job_folder: Path, is_array: bool) -> list[str]:
     written: submitit would refuse to write it again.
     """
     folder = shlex.quote(str(job_folder))
-    label = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if is_array else "${SLURM_JOB_ID}"
     return [
-        f"mine={folder}/{label}_submitted.pkl",
+        f"mine={folder}/{label_in_script(is_array)}_submitted.pkl",
         f'cp {folder}/{PICKLE} "$mine"; rm -f "$mine.save_tmp"',
     ]
+
+
+def label_in_script(is_array: bool) -> str:
+    """What stands in a script for `job_label()` of its element.
+
+    The last element of an array has the array's own number as its SLURM_JOB_ID, by which Slurm's
+    tools understand all elements.
+    """
+    return "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if is_array else "${SLURM_JOB_ID}"
 
 
 def write_pickle(element: Callable[[], None], job_folder: Path) -> None:

@@ -159,7 +159,11 @@ class Evidence:
         """How far the run has got."""
         if self.run.trained:
             return f"scoring, {self.scored}"
-        return last_metrics(self.run)
+        metrics = last_metrics(self.run)
+        step = self.run.last_saved_step()
+        if metrics or step == 0:
+            return metrics
+        return f"saved at step {step}"  # a script of the user's own may write no metrics
 
     @property
     def unanswered_launch(self) -> Event | None:

@@ -410,6 +410,8 @@ def _accounted_ends(cluster: str | None, labels: list[str]) -> dict[str, Element
     words = ("-nPX", "-o", columns, "-j", ",".join(labels))
     ends = {}
     for line in slurm_or_empty("sacct", *words, cluster=cluster).splitlines():
+        if line.count("|") != columns.count(","):
+            continue  # a banner, as wrappers of Slurm's tools print
         label, state, exit_code, node = line.split("|")
         # Elements that were cancelled before they began share one record, 12_[0-7].
         ends[label.partition("_[")[0]] = ElementEnd(state, exit_code, node)
