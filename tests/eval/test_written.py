@@ -297,6 +297,11 @@ def test_other_commands_take_them_or_say_why_not(tmp_path, run, refused):
     a = made_records(tmp_path / "a.jsonl")
     b = made_records(tmp_path / "b.jsonl", seed=1, sharpness=3.0)
     assert "is of written answers" in refused("conformal", a)
+    unsampled = [{**row, "agreement": None} for row in read_lines(a)]
+    c = write_lines(tmp_path / "c.jsonl", unsampled)
+    message = refused("metrics", c, "--normalise", "agreement")
+    assert "line 1: no 'agreement' by which to normalise" in message
+    assert "score with --samples 10" in message
     index = write_lines(
         tmp_path / "index.jsonl",
         [

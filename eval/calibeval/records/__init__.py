@@ -130,7 +130,10 @@ class Record(BaseModel, strict=True):
         if by in WRITTEN_CONFIDENCES and lengths is not None:
             return [math.log(lengths) if lengths else -math.inf]
         if self.scoring == "letters" or lengths is None:
-            raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
+            remedy = "; score with --samples 10" if by == "agreement" else ""
+            raise ValueError(
+                f"no {by!r} by which to normalise; scoring is {self.scoring!r}{remedy}"
+            )
         return [logprob / length for logprob, length in zip(self.logprobs, lengths, strict=True)]
 
 
