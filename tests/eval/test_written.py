@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 
 import pytest
@@ -291,6 +292,15 @@ def test_a_temperature_of_the_likelihood(tmp_path, run):
     assert after["auroc"].value == pytest.approx(before["auroc"].value)
     assert after["nll"].value < before["nll"].value
     assert "p_true" not in read_lines(out)[0]
+
+
+def test_check_tries_a_temperature_on_the_likelihood(tmp_path, run):
+    """A softmax over the one answer made each certain, so the temperature seemed to harm."""
+    a = made_records(tmp_path / "a.jsonl")
+    b = made_records(tmp_path / "b.jsonl", sharpness=3.0)
+    said = run("check", a, b).out
+    before, after = re.search(r"would take the ECE .* from ([\d.]+) to ([\d.]+),", said).groups()
+    assert float(after) < 0.4 * float(before)
 
 
 def test_other_commands_take_them_or_say_why_not(tmp_path, run, refused):

@@ -258,7 +258,9 @@ def cross_fitted(answers: Records) -> tuple[Records, tuple[float, float]]:
         temperature, _ = scaling.fit(answers, used)
         temperatures.append(temperature)
         logits = answers.logprobs[read_at] / temperature
-        logprobs[read_at] = logits - logsumexp(logits, axis=1, keepdims=True)
+        if answers.scoring != "generate":  # a written answer has no others to share with
+            logits = logits - logsumexp(logits, axis=1, keepdims=True)
+        logprobs[read_at] = logits
     # A temperature of the choices says nothing of all tokens.
     no_mass = np.full(len(answers), np.nan)
     cooled = replace(answers, logprobs=logprobs, letter_mass=no_mass)
