@@ -33,7 +33,7 @@ NOISE = {"near chance": (4.0, 2.5), "sure": (1.0, 0.6), "nearly all right": (0.4
 # which they are taken for the truth.
 REAL = Path(__file__).with_name("stories260k_hellaswag.npy")
 TEMPERATURE = 5.0
-ESTIMATES = tuple(WITH_INTERVAL)
+ESTIMATES = tuple(name for name, metric in WITH_INTERVAL.items() if not metric.of_written)
 DIFFERENCES = ("rms_debiased", *ESTIMATES)  # the squared error itself has no interval
 BISECTIONS = 10
 LOW = 0.93  # a coverage under which a cell is measured anew, with so many times its replications

@@ -373,6 +373,7 @@ def test_of_every_setting_it_is_said_how_it_is_compared(command, tmp_path, run):
     run(*command)
     settings = json.loads((tmp_path / "r.jsonl.meta.json").read_text())["settings"]
     by_themselves = {"model_digest", "revision", "engine", "dtype", "scoring"}
+    by_themselves |= {"samples", "sampling_temperature", "temperature_head"}
     by_digests = {*store_module.NEVER_COMPARED, *store_module.SETTLED_BY_DIGESTS}
     digests = {*store_module.DIGESTS_AND_NORMALISER}
     known = {*by_themselves, *by_digests, *digests, store_module.ENGINE_SETTINGS}
