@@ -26,7 +26,6 @@ from smoothed_open_instruct import (
     already_trained,
     check_arguments,
     mark_trained,
-    model_class,
     set_attention_dropout,
     training_loss,
 )
@@ -208,15 +207,6 @@ def test_a_finished_run_is_recognised_until_it_is_overwritten(tmp_path, capsys):
     assert not already_trained(arguments(output_dir=str(tmp_path), overwrite_output_dir=True))
     assert not already_trained(args)
     assert checkpoints().last(args) is None and os.listdir(kept) == []
-
-
-def test_a_model_from_a_configuration_has_the_attention_that_was_named():
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    for name in ("eager", "sdpa"):
-        model = model_class(name).from_config(config)
-        assert model.config._attn_implementation == name
 
 
 def test_a_mark_comes_after_what_it_marks_is_on_the_disk(tmp_path, monkeypatch):
