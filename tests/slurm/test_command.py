@@ -123,7 +123,6 @@ def test_runs_that_fail_are_named_with_their_logs(command_file):
     "way",
     [
         "the stop file",
-        pytest.param("TERM", marks=pytest.mark.slow),
         pytest.param("a kill", marks=pytest.mark.slow),
     ],
 )
@@ -139,10 +138,7 @@ def test_a_disturbed_run_ends_with_the_weights_of_an_undisturbed_one(command_fil
         hold.unlink()
         assert process.wait(timeout=60) == 0
     else:
-        if way == "TERM":
-            kill(programs(run), signal.SIGTERM)
-        else:
-            run.stop_file.touch()
+        run.stop_file.touch()
         assert process.wait(timeout=60) == 1
         assert run.last_saved_step() > 0 and not run.trained
         assert "1 stopped" in command("status", path).stdout

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from sweep_tools import (
     PROJECT,
@@ -594,20 +593,3 @@ def test_no_rank_outlives_a_launch_and_a_killed_one_starts_all_again(toy_file, h
     hold.unlink()
     launch(path, "--executor", "local")
     assert equal(run, *calm(path, tmp_path / "calm"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_trainer_of_several_ranks_that_is_asked_to_stop_is_not_started_again(toy_file, hold):
-    path = toy_file(grid={}, train=UNSAVED, world={"processes_per_node": 2})
-    (run,) = runs_of(path)
-    process = start(path)
-    wait_for(lambda: len(programs(run)) == 3 and run.metrics.exists())
-    (torchrun,) = [pid for pid in programs(run) if psutil.Process(pid).children()]
-    kill([torchrun], signal.SIGTERM)
-    printed = "".join(process.communicate(timeout=60))
-    assert process.returncode == 1, printed  # the run is not done
-    assert f"stopped: {run.name}" in printed
-    assert not programs(run)
-    assert run.last_saved_step() > 0
-    assert len(rows(run, "began")) == 1
