@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
 from calibeval import records
-from calibeval.io import InputError, sha256, write_text
+from calibeval.io import InputError, sha256
 from calibeval.measures import evaluations, scaling, stats
 from calibeval.report.diagnosis import cross_fitted
 from sweeps.runs.grid import plan_sweep
@@ -228,46 +228,6 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders,
         assert record.tasks == {"mmlu": len(before.ids)} and (out / "DONE").exists()
         assert before.ids == after.ids and before.prompts.tolist() == after.prompts.tolist()
         assert abs(before.logprobs - after.logprobs).max() <= 0.5 / STEPS_PER_NAT + 1e-4
-
-
-def test_of_a_temperature_the_number_is_kept(tiny, tiny_study, folders):
-    cell, _ = make_trained(tiny_study, "recommended", [*tiny, "grid.label_smoothing=[0.0]"])
-    AutoTokenizer.from_pretrained("models/tiny").save_pretrained(cell.model)
-    calibeval.score(cell.model, tasks=TASKS, out=(scores := cell.scores), progress=False)
-    entry = {key: cell.config().train[key] for key in training.RUN_KEYS} | {"dataset": "mmlu"}
-    entry |= {"run": cell.name, "records": f"../{cell.name}/scores/test.jsonl"}
-    write_text(folders / "runs/tiny-recommended/results/index.jsonl", json.dumps(entry))
-    posthoc.fit_temperatures(tiny_study)
-    (record,) = tiny_study.store.runs("tiny")
-    fitted = calibeval.temperature(scores / "val.jsonl", scores / "test.jsonl", folders / "out")
-    assert record.key == ("temperature", cell.name) and record.tasks == {}
-    assert record.temperature == fitted["temperature"]
-
-
-def test_runs_without_a_model_or_a_line_in_the_index_are_skipped_by_name(study, capsys):
-    """They stopped the steps after this one, or were said to have no model. What is on record
-    stays."""
-    setting = {"learning_rate": 2e-5, "label_smoothing": 0.0}
-    chosen = RunRecord("grid", "g", learning_rate=2e-5, seed=0, held_out_loss=1.2)
-    study.store.add(MODEL, chosen, {})
-    overrides = parts.sweep_overrides(study, PART["recommended"], ["grid.label_smoothing=[0.0]"])
-    plan = plan_sweep(CONFIG, overrides)
-    plan.create()
-    unlisted = plan.runs[0]
-    unlisted.model.mkdir()
-    for seed, run in enumerate((unlisted.name, "deleted", "fitted")):
-        study.store.add(MODEL, RunRecord("recommended", run, seed=seed, **setting), {})
-    fitted = RunRecord("temperature", "fitted", temperature=1.2, seed=2, **setting)
-    study.store.add(MODEL, fitted, {})
-    entry = {**setting, "run": "deleted", "seed": 1, "dataset": "mmlu", "records": "…/mmlu.jsonl"}
-    index = study.part_folder("recommended") / "results/index.jsonl"
-    write_text(index, json.dumps(entry))
-    posthoc.fit_temperatures(study)
-    absent, not_listed = capsys.readouterr().err.splitlines()
-    assert "skipped for deleted, since no trained model" in absent
-    assert f"skipped for {unlisted.name}, which {index} does not list" in not_listed
-    found = [record for record in study.store.runs(MODEL) if record.origin == "temperature"]
-    assert [record.run for record in found] == ["fitted"]
 
 
 def test_answers_that_no_temperature_fits_are_skipped(study, folders, capsys):
@@ -481,32 +441,6 @@ def test_planned_runs_are_the_published_ones(model):
     assert trained - planned == set()
     not_run = {"qwen2.5-coder-1.5b": set(), "qwen2.5-coder-0.5b": NOT_RUN - {"over-trained"}}
     assert {part for part, _ in planned - trained} == not_run.get(model, NOT_RUN)
-
-
-@pytest.mark.parametrize("first", ["high-rate", "recommended"])
-def test_the_base_model_is_asked_the_tasks_of_all_parts(study, folders, monkeypatch, first):
-    """Whichever part comes first: `high-rate` asks MMLU alone, and `recommended` five tasks."""
-    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
-    second = "recommended" if first == "high-rate" else "high-rate"
-    wanted = ["mmlu", "arc-letters", "arc-continuation"]
-    wanted += ["hellaswag-letters", "hellaswag-continuation"]
-    for name in (first, second):
-        part = PART[name]
-        overrides = [*parts.sweep_overrides(study, part, []), f"output_root={study.runs_folder}"]
-        plan = plan_sweep(CONFIG, overrides)
-        selections = training.overrides_of_missing_runs(study, part, plan)
-        recorded = {record.origin: record for record in study.store.runs(MODEL)}
-        asked = {task.key for run in plan.baselines for task in run.config().score.tasks}
-        is_complete = "base" in recorded and asked <= recorded["base"].tasks.keys()
-        assert all(("score.base=false" in words) == is_complete for words in selections)
-        (base,) = plan.baselines
-        base.scores.mkdir(parents=True, exist_ok=True)
-        for task in asked:
-            write_records(base.scores / f"{task}.jsonl", 50, 1.5, seed=7)
-        base.done_file.touch()
-        training.keep_records(study, part, plan)
-    (record,) = study.store.runs(MODEL)
-    assert sorted(record.tasks) == sorted(wanted)
 
 
 @pytest.mark.parametrize("normalise", [None, "sum"])
