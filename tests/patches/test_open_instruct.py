@@ -78,15 +78,6 @@ def test_wrong_flags_end_the_process_in_one_line(given, named, refused):
     assert named in refused(check_arguments, arguments(**given))
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("auto", "auto"), (None, None), ("1e-3", 1e-3), (2**-12, 2**-12)]
-)
-def test_filter_eps_is_read_from_text_or_yaml(text, value):
-    args = arguments(filter_eps=text, loss_impl="fused")
-    check_arguments(args)
-    assert args.filter_eps == value
-
-
 def test_attention_dropout_reaches_the_model():
     config = LlamaConfig()
     set_attention_dropout(config, None)(config)
