@@ -194,6 +194,7 @@ def test_the_example_trains_with_trl_stops_goes_on_and_is_scored(tiny, tmp_path)
         f"score.tasks.0.data={tiny / 'mmlu'}",
         "train.epochs=20",
         "grid.seed=[1]",
+        "grid.label_smoothing=[0.1]",
     ]
     example = EXAMPLES / "trl_sft.yaml"
     runs = runs_of(example, *overrides)

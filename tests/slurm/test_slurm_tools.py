@@ -26,7 +26,7 @@ from sweep_tools import (
 from sweeps.runs.processes import run_checked
 
 pytestmark = MARKS
-LONG = {"steps": 300, "pace": 0.1}
+LONG = {"steps": 1000, "pace": 0.1}
 
 
 def submit(path: Path, *overrides: str, code: int = 0) -> str:

@@ -13,15 +13,11 @@ import torch
 from made_records import read_lines, write_lines, write_records
 from studies.claims import __main__ as claims
 from studies.claims import (
-    answers,
     contrasts,
     derived,
-    forest,
     gpu_measures,
     parts,
     posthoc,
-    quick_evaluation,
-    report,
     training,
 )
 from studies.claims.parts import CONFIG, PARTS, Study
@@ -33,7 +29,6 @@ import calibeval
 from calibeval import records
 from calibeval.io import InputError, sha256
 from calibeval.measures import evaluations, scaling, stats
-from calibeval.report.diagnosis import cross_fitted
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 
@@ -367,60 +362,6 @@ def test_the_reports_differences_and_the_summarys_estimates_are_calibevals(study
         assert rows[1][column + 2] == f"{loss.value:.3f} [{loss.low:.3f}, {loss.high:.3f}]"
 
 
-def test_a_contrast_is_over_the_seeds_that_both_sides_have(study, folders):
-    """Without a common one there is none; the base model stands beside every seed. All right and
-    all wrong differ in AURC by a value that has no interval."""
-    for part, seed, is_right in (("recommended", 0, 1), ("recommended", 3, 1), ("base", None, 0)):
-        write_records(file := folders / f"{part}{seed}.jsonl", 8, 1.5, seed=7)
-        rows = read_lines(file)
-        for row in rows:
-            chosen = row["label"] if is_right else (row["label"] + 1) % 4
-            row["logprobs"] = [-0.1 if choice == chosen else -5.0 for choice in range(4)]
-        write_lines(file, rows)
-        record = RunRecord(part, f"{part}{seed}", label_smoothing=0.0, seed=seed)
-        study.store.add(MODEL, record, {"mmlu": file})
-    smoothed = RunRecord("recommended", "other", label_smoothing=0.1, seed=3)
-    study.store.add(MODEL, smoothed, {"mmlu": folders / "recommended3.jsonl"})
-    runs = derived.answered_runs(study)
-
-    def difference(plus, minus):
-        contrast = contrasts.pair("", plus, minus)
-        return contrasts.difference(runs, contrast, contrasts.GUARDS["aurc"])
-
-    harm = difference(answers.PLAIN, answers.BASE)
-    assert harm.estimate.value == pytest.approx(-100) and harm.seeds == 2
-    assert harm.estimate.low is None and report.format_cell(harm) == "-100.00 (2)"
-    assert not forest.has_interval(harm)
-    assert difference(answers.SMOOTHED, answers.PLAIN).seeds == 1
-    itself = difference(answers.BASE, answers.BASE)
-    assert itself.estimate.value == 0 and itself.seeds == 1
-    assert difference(answers.OVER_TRAINED, answers.PLAIN) is None
-
-
-def test_over_trained_answers_are_read_at_a_temperature_of_others(study, folders):
-    """On MMLU of the other half of the questions, elsewhere of all of MMLU's."""
-    tasks = {}
-    for seed, task in enumerate(("mmlu", "arc-letters")):
-        write_records(folders / f"{task}.jsonl", 200, 3.0, seed=seed)
-        tasks[task] = folders / f"{task}.jsonl"
-    study.store.add(MODEL, RunRecord("over-trained", "h", label_smoothing=0.0, seed=0), tasks)
-    over_trained, at_temperature = derived.answered_runs(study)
-    assert at_temperature.record.key == ("over-trained-temperature", "0")
-
-    before = records.read(over_trained.folder / "mmlu.jsonl")
-    expected, halves = cross_fitted(before)
-    found = records.read(at_temperature.folder / "mmlu.jsonl")
-    assert halves[0] != halves[1] and min(halves) > 1.5
-    np.testing.assert_allclose(found.logprobs, expected.logprobs)
-    assert np.isnan(found.letter_mass).all() and found.ids == before.ids
-
-    elsewhere = records.read(at_temperature.folder / "arc-letters.jsonl")
-    carried = records.read(over_trained.folder / "arc-letters.jsonl").logprobs
-    scaled = torch.tensor(carried / at_temperature.record.temperature).log_softmax(-1)
-    np.testing.assert_allclose(elsewhere.logprobs, scaled)
-    assert at_temperature.record.temperature == scaling.fit(before, np.ones(200, bool))[0]
-
-
 @pytest.mark.parametrize(
     "model",
     [
@@ -441,24 +382,6 @@ def test_planned_runs_are_the_published_ones(model):
     assert trained - planned == set()
     not_run = {"qwen2.5-coder-1.5b": set(), "qwen2.5-coder-0.5b": NOT_RUN - {"over-trained"}}
     assert {part for part, _ in planned - trained} == not_run.get(model, NOT_RUN)
-
-
-@pytest.mark.parametrize("normalise", [None, "sum"])
-def test_the_quick_figures_are_those_of_the_file_as_it_is_now(folders, normalise):
-    """A temperature that was fitted anew changes it within a process."""
-    file = folders / "mmlu.jsonl"
-    write_records(file, 200, 1.0, seed=8)
-    quick_evaluation.load(file, ("accuracy",), normalise)
-    contrasts.with_normalized_logits(file)
-    write_records(file, 300, 1.5, seed=7)
-    expected = evaluations.load(file, normalise)
-    found = quick_evaluation.load(file, ("accuracy", "nll", "aurc"), normalise)
-    assert found.questions_sha256 == expected.questions_sha256
-    for confidence in expected.confidences:
-        for name in ("accuracy", "nll", "aurc"):
-            assert found.values[confidence][name] == expected.values[confidence][name]
-            draws = found.draws[confidence][name], expected.draws[confidence][name]
-            np.testing.assert_array_equal(*draws)
 
 
 def test_merging_changes_where_records_are_and_not_what_they_say(study, folders):
