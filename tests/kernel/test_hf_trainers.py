@@ -309,7 +309,7 @@ def test_an_sfttrainer_of_another_version_of_trl_is_refused_by_name(fields, tmp_
 
 @pytest.fixture
 def trl():
-    """TRL, of a version whose SFTTrainer `patch_trainer` serves: tests/eval/peers_env.sh."""
+    """TRL, of a version whose SFTTrainer `patch_trainer` serves."""
     return pytest.importorskip("trl", minversion="1.15")
 
 
