@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,12 @@ def test_the_page_of_sweeps_has_every_key_of_a_profile():
     cells = [cells[0] for cells in rows(page("slurm/README.md"), "key | default | what")]
     stated = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(stated) == sorted(Cluster.model_fields)
+
+
+def test_the_estimate_of_table_1_is_what_its_script_prints():
+    script = ROOT / "configs" / "paper" / "gpu_hours.py"
+    printed = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert printed.stdout in page("docs/cost.md")
 
 
 def test_the_loop_on_the_kernels_page_makes_dense_smoothings_gradient():
