@@ -183,6 +183,7 @@ def test_torchrun_starts_a_command_of_several_processes(command_file, hold):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_example_trains_with_trl_stops_goes_on_and_is_scored(tiny, tmp_path):
     pytest.importorskip("trl")
     model = shutil.copytree(tiny / "model", tmp_path / "model")
@@ -192,7 +193,7 @@ def test_the_example_trains_with_trl_stops_goes_on_and_is_scored(tiny, tmp_path)
         f"train.model_name_or_path={model}",
         f"train.train_file={tiny / 'chat.jsonl'}",
         f"score.tasks.0.data={tiny / 'mmlu'}",
-        "train.epochs=20",
+        "train.epochs=10",
         "grid.seed=[1]",
         "grid.label_smoothing=[0.1]",
     ]
