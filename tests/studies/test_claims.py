@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
 from calibeval import records
-from calibeval.io import InputError, sha256
+from calibeval.io import InputError, sha256, write_text
 from calibeval.measures import evaluations, scaling, stats
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
@@ -90,6 +90,15 @@ def test_the_rate_of_an_equal_loss_or_what_is_lacking(grid, smoothed, rate, stud
     words = [MODEL, "equal", "entropy-gap"]
     assert claims.main(words, study.runs_folder, study.store) == 2
     assert "not whole: equal;" in capsys.readouterr().err
+
+
+def test_script_refuses_a_template_that_open_instruct_lacks(folders, monkeypatch):
+    """finetune.py would take the tokenizer's own template instead, without a word."""
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
+    study = Study("gemma-3-270m", folders / "runs", RecordStore(folders / "records"))
+    overrides = parts.sweep_overrides(study, PART["script"], [])
+    with pytest.raises(InputError, match="chat_template_name"):
+        training.prepare(PART["script"], overrides)
 
 
 def test_no_launch_has_a_run_with_records(study, folders):
@@ -421,3 +430,36 @@ def test_merging_changes_where_records_are_and_not_what_they_say(study, folders)
     write_records(folders / "other.jsonl", 20, 1.0, seed=1)
     with pytest.raises(InputError, match="mmlu was asked in other words"):
         store.add("m", RunRecord("base", "b"), {"mmlu": folders / "other.jsonl"})
+
+
+def test_open_instruct_reads_the_same_conversations(folders):
+    row = {"instruction": "Add", "input": "1 and 2", "output": "3"}
+    write_text(folders / "data/alpaca/alpaca_data.json", json.dumps([row]))
+    training.write_conversations()
+    asked, answer = json.loads((folders / "data/alpaca/messages.jsonl").read_text())["messages"]
+    assert asked == {"role": "user", "content": "Add\n\n### Input:\n1 and 2"}
+    assert answer == {"role": "assistant", "content": "3"}
+
+
+def test_the_base_model_is_asked_the_tasks_of_all_parts(study, folders, monkeypatch):
+    """`high-rate`, which comes first here, asks MMLU alone, and `recommended` five tasks."""
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
+    wanted = ["mmlu", "arc-letters", "arc-continuation"]
+    wanted += ["hellaswag-letters", "hellaswag-continuation"]
+    for name in ("high-rate", "recommended"):
+        part = PART[name]
+        overrides = [*parts.sweep_overrides(study, part, []), f"output_root={study.runs_folder}"]
+        plan = plan_sweep(CONFIG, overrides)
+        selections = training.overrides_of_missing_runs(study, part, plan)
+        recorded = {record.origin: record for record in study.store.runs(MODEL)}
+        asked = {task.key for run in plan.baselines for task in run.config().score.tasks}
+        is_complete = "base" in recorded and asked <= recorded["base"].tasks.keys()
+        assert all(("score.base=false" in words) == is_complete for words in selections)
+        (base,) = plan.baselines
+        base.scores.mkdir(parents=True, exist_ok=True)
+        for task in asked:
+            write_records(base.scores / f"{task}.jsonl", 50, 1.5, seed=7)
+        base.done_file.touch()
+        training.keep_records(study, part, plan)
+    (record,) = study.store.runs(MODEL)
+    assert sorted(record.tasks) == sorted(wanted)
