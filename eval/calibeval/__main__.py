@@ -17,7 +17,6 @@ from pydantic import BaseModel, ValidationError
 
 import calibeval
 from calibeval.ask.request import DEFAULT_COLUMNS, Request, Task
-from calibeval.ask.task_files import default_data, is_task_name
 from calibeval.io import CONTINUES, InputError, counted, finish, show
 from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_file
 
@@ -116,20 +115,26 @@ def run_score(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     if out.suffix != ".jsonl" or out.is_dir():
         raise InputError(f"--out {out}: expected a file's name such as {RECORDS}")
-    request = request_from(arguments)
-    options = request.model_dump(exclude={"tasks"})
-    calibeval.score(arguments.model, tasks=request.tasks, out=out.parent, **options)
+    score_model(arguments, arguments.model, out)
     if arguments.json:
         from calibeval import measures
 
         print_json(summary_of(measures.load(out)))
 
 
-def request_from(arguments: argparse.Namespace) -> Request:
-    """The options as a `Request` of one task, whose records have the name of `--out`."""
+def score_model(arguments: argparse.Namespace, model: str, out: Path) -> None:
+    """Score a model on the task that the options name; its records go to the file `out`."""
+    request = request_from(arguments, out.stem)
+    calibeval.score(
+        model, tasks=request.tasks, out=out.parent, **request.model_dump(exclude={"tasks"})
+    )
+
+
+def request_from(arguments: argparse.Namespace, name: str) -> Request:
+    """The options as a `Request` of one task, whose records have this name."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     task = {name: given[name] for name in TASK_FIELDS if name in given}
-    task["name"] = arguments.out.stem
+    task["name"] = name
     if arguments.subjects:
         task["subjects"] = arguments.subjects.split(",")
     values = {name: given[name] for name in ENGINE_FIELDS if name in given}
@@ -205,18 +210,14 @@ def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
 def run_metrics(arguments: argparse.Namespace) -> None:
     """Recompute metrics from records."""
     from calibeval import measures, records
+    from calibeval.measures import stats
 
     for path in arguments.records:
-        if arguments.metrics:
-            evaluation = measures.measure(
-                records.read(path, arguments.normalise),
-                arguments.cluster,
-                arguments.metrics,
-                measures.SUMMARY_PARTS,
-            )
-        else:
-            parts = measures.PARTS if arguments.json else measures.SUMMARY_PARTS
-            evaluation = measures.load(path, arguments.normalise, arguments.cluster, parts)
+        has_curves = arguments.json and not arguments.metrics
+        parts = measures.PARTS if has_curves else measures.SUMMARY_PARTS
+        evaluation = measures.load(
+            path, arguments.normalise, arguments.cluster, parts, arguments.metrics
+        )
         summary = summary_of(evaluation)
         records.warn_of_ties(path, summary["tied"], summary["questions"])
         if arguments.subjects:
@@ -225,7 +226,9 @@ def run_metrics(arguments: argparse.Namespace) -> None:
             print_json(summary)
         else:
             print_metrics(path, summary)
-            print_left_out_bins(evaluation)
+            left_out = stats.left_out_bins(evaluation)
+            if left_out is not None and "rms_debiased" in evaluation.metrics:
+                show(left_out)
 
 
 def summary_of(evaluation: "Evaluation") -> dict[str, Any]:
@@ -268,15 +271,6 @@ def print_metrics(path: Path, summary: dict[str, Any]) -> None:
         print("floor and p: of answers simulated question by question, without --cluster")
     if "by_subject" in summary:
         print_subjects(summary["by_subject"])
-
-
-def print_left_out_bins(evaluation: "Evaluation") -> None:
-    """Print how many bins the debiased error leaves out, where it was computed and left out any."""
-    from calibeval.measures import stats
-
-    left_out = stats.left_out_bins(evaluation)
-    if left_out is not None and "rms_debiased" in evaluation.metrics:
-        show(left_out)
 
 
 def print_subjects(by_subject: "SubjectSummary") -> None:
@@ -426,21 +420,13 @@ def records_for_check(arguments: argparse.Namespace, model: str, name: str) -> P
     """The records of a model, which is scored unless its records are given."""
     if model.endswith(".jsonl"):
         return Path(model)
-    missing = [option for option in ("task", "data", "out") if getattr(arguments, option) is None]
-    task: str | None = arguments.task
-    if "data" in missing and task and is_task_name(task) and default_data(task):
-        missing.remove("data")
-    if missing:
-        wanted = ", ".join(f"--{option}" for option in missing)
-        raise InputError(f"{model}: a model to be scored also needs {wanted}; or give its records")
-    folder: Path = arguments.out
-    records = folder / f"{name}.jsonl"
-    of_this_model = argparse.Namespace(**vars(arguments))
-    of_this_model.out = records
-    request = request_from(of_this_model)
-    options = request.model_dump(exclude={"tasks"})
-    calibeval.score(model, tasks=request.tasks, out=folder, **options)
-    return records
+    if arguments.task is None or arguments.out is None:
+        raise InputError(
+            f"{model}: a model to be scored needs --task, --data and --out; or give its records"
+        )
+    out: Path = arguments.out / f"{name}.jsonl"
+    score_model(arguments, model, out)
+    return out
 
 
 # --- temperature ---

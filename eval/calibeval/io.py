@@ -41,6 +41,7 @@ __all__ = [
     "counted",
     "finish",
     "hanging",
+    "is_planted_link",
     "json_lines",
     "json_object",
     "one_line",
@@ -69,6 +70,7 @@ PROGRESS_AFTER = 5  # seconds, after which a bar shows how far a command is
 PROGRESS_STEP = 1 << 22  # characters of a file between two looks at the clock
 WHOLE_FILE = 64 << 20  # bytes of the largest file that `read_text` reads unless it is told another
 LARGE_FILE = 4 << 30  # bytes of the largest file of records, or log of them, that is read
+MESSAGE_CHARACTERS = 10_000  # of an error that is printed, which may quote somebody's long value
 LINE_CHARACTERS = 64 << 20  # of the longest line of a JSON-lines file
 # What a terminal obeys, the marks among it that turn the direction of writing, and the halves of
 # surrogate pairs, which no terminal can be sent.
@@ -128,6 +130,8 @@ def _show_traceback(
 
 
 def _show_error(message: str) -> None:
+    if len(message) > MESSAGE_CHARACTERS:
+        message = f"{message[:MESSAGE_CHARACTERS]} …"
     show(hanging(f"error: {message}"), to_stderr=True)
 
 
@@ -205,8 +209,9 @@ def regular_file(path: str | Path, flags: int) -> int:
     """Open a regular file, as the `opener` of `open` does; returns its descriptor.
 
     Anything else that a shared folder may hold raises OSError: a pipe, which a reader would wait
-    for, a device, and, where the file is written, a link, which may lead to any file of this
-    user's. A pipe is read where the user names it as /dev/stdin or as a shell names <(command).
+    for, a device, and a link, which may lead to any file of this user's: where the file is written,
+    and where another user's link leads to one of this user's. A pipe is read where the user names
+    it as /dev/stdin or as a shell names <(command).
     """
     may_be_pipe = False
     if flags & (os.O_WRONLY | os.O_RDWR):
@@ -218,10 +223,15 @@ def regular_file(path: str | Path, flags: int) -> int:
     else:
         may_be_pipe = NAMED_PIPES.fullmatch(os.fspath(path)) is not None
     handle = os.open(path, flags | os.O_NONBLOCK, mode=0o666)
-    kind = os.fstat(handle).st_mode
+    opened = os.fstat(handle)
+    kind = opened.st_mode
     if may_be_pipe and stat.S_ISFIFO(kind):
         os.set_blocking(handle, True)
         return handle
+    if is_planted_link(path, opened):
+        os.close(handle)
+        reason = f"another user's link to {os.path.realpath(path)}, which is yours: name that file"
+        raise OSError(errno.ELOOP, reason, os.fspath(path))
     if not stat.S_ISREG(kind):
         os.close(handle)
         if stat.S_ISDIR(kind):
@@ -229,6 +239,16 @@ def regular_file(path: str | Path, flags: int) -> int:
         reason = "a pipe or a device, which would be waited for: delete it"
         raise OSError(errno.ENXIO, reason, os.fspath(path))
     return handle
+
+
+def is_planted_link(path: str | Path, opened: os.stat_result) -> bool:
+    """Whether the file of this user's that was opened is not what stands there, but led to by it.
+
+    What stands there is another user's then. The administrator's links are trusted.
+    """
+    entry = os.lstat(path)
+    is_led_to = not os.path.samestat(entry, opened)
+    return is_led_to and opened.st_uid == os.geteuid() and entry.st_uid not in (0, os.geteuid())
 
 
 @contextmanager
@@ -291,7 +311,10 @@ def reading(path: str | Path) -> Iterator[IO[str]]:
 
 
 def refuse_larger(path: str | Path, size: int, most: int) -> None:
-    """Raise `InputError` for a file of more than `most` bytes, before it fills the memory."""
+    """Raise `InputError` for a file of more than `most` bytes, before it fills the memory.
+
+    `size` is the file's, or of what is packed in it.
+    """
     if size > most:
         raise InputError(f"{path}: is larger than {most:,} bytes, the most that is read of it")
 

@@ -170,11 +170,11 @@ def _enter_launch_folder(parsed: argparse.Namespace) -> None:
         parsed.sweep = folder.absolute()
     remembered = launch_folder(folder)
     if remembered is not None:
-        _look_for_nothing_here(parsed)
+        _look_for_nothing_here()
         os.chdir(remembered)
 
 
-def _look_for_nothing_here(parsed: argparse.Namespace) -> None:
+def _look_for_nothing_here() -> None:
     """Take care that the folder to be entered has no say in which programs and modules are found.
 
     Where the paths of programs and modules begin at the current folder, it is this one.
@@ -182,8 +182,6 @@ def _look_for_nothing_here(parsed: argparse.Namespace) -> None:
     programs = os.environ.get("PATH", os.defpath).split(os.pathsep)
     os.environ["PATH"] = os.pathsep.join(map(os.path.abspath, programs))
     sys.path[:] = map(os.path.abspath, sys.path)
-    if parsed.command == "collect":  # which draws
-        import matplotlib  # noqa: F401 reads a `matplotlibrc` of the current folder now
 
 
 def _plan(parsed: argparse.Namespace) -> "SweepPlan":

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from calibeval.measures import evaluations, stats
+from calibeval.measures import evaluations, squared_error, stats
 from calibeval.measures.definitions import COMPARED_BY_SQUARE, METRICS, WITH_INTERVAL, rms
 from calibeval.measures.samples import Sample, Scores, resamples
 
@@ -190,8 +190,8 @@ def simulated_evaluation(
         draws={"choices": {name: METRICS[name](resampled) for name in regular}},
         squares={
             "choices": {
-                name: metric.square_draws(observed.bins, [resampled.bins])
-                for name, metric in COMPARED_BY_SQUARE.items()
+                name: squared_error.square_draws(observed.bins, [resampled.bins])
+                for name in COMPARED_BY_SQUARE
             }
         },
         unit_values={"choices": evaluations.unit_values(observed, clusters)},

@@ -55,15 +55,6 @@ def test_records_of_a_model_in_memory_are_the_saved_ones_but_for_its_name(
         assert renamed == (tmp_path / file).read_text()
 
 
-def test_records_without_a_folder_are_those_with_one(two_tasks, model, tokenizer, tmp_path):
-    in_folder = calibeval.score(model, tokenizer, two_tasks, out=tmp_path / "api")
-    assert list(in_folder) == ["mmlu", "texts"]
-    in_memory = calibeval.score(model, tasks=two_tasks)  # with its own tokenizer
-    for key in in_folder:
-        assert in_memory[key].ids == in_folder[key].ids
-        assert np.array_equal(in_memory[key].logprobs, in_folder[key].logprobs)
-
-
 def test_a_model_in_memory_stays_as_it_was(two_tasks, model, tokenizer):
     model.train()
     model.lm_head.eval()
@@ -99,11 +90,6 @@ def test_a_model_in_memory_without_a_name_needs_a_tokenizer(two_tasks, model, mo
     monkeypatch.setattr(model, "name_or_path", "")
     with pytest.raises(InputError, match=r"a LlamaForCausalLM: .*give `tokenizer`"):
         calibeval.score(model, tasks=two_tasks)
-
-
-def test_vllm_takes_no_model_in_memory(two_tasks, model, tokenizer):
-    with pytest.raises(InputError, match="engine vllm: loads a folder"):
-        calibeval.score(model, tokenizer, two_tasks, engine="vllm")
 
 
 def test_a_folder_is_loaded_once_and_only_for_what_is_missing(
@@ -172,18 +158,6 @@ def test_a_temperature_is_of_one_checkpoint_in_memory(two_tasks, model, tokenize
     calibeval.temperature(fitted_on, of_same, tmp_path / "scaled.jsonl")
 
 
-def test_records_of_texts_have_no_letter_mass(two_tasks, model, tokenizer, tmp_path):
-    scored = calibeval.score(model, tokenizer, two_tasks, out=tmp_path)
-    assert all("letter_mass" in row for row in read_lines(scored["mmlu"].path))
-    assert not any("letter_mass" in row for row in read_lines(scored["texts"].path))
-
-
-def test_without_progress_nothing_is_said(two_tasks, tiny_model, tmp_path, capsys):
-    for _ in range(2):  # the second time all is there already
-        calibeval.score(tiny_model, tasks=two_tasks[:1], out=tmp_path, progress=False)
-    assert "question" not in capsys.readouterr().err
-
-
 def test_a_file_of_unknown_making_is_refused_before_any_task_is_asked(
     two_tasks, model, tokenizer, tmp_path, without_engine
 ):
@@ -217,11 +191,6 @@ def test_compare_is_the_command(two_runs, run):
     assert calibeval.compare(five, two, different_prompts=True) == printed
 
 
-def test_reliability_bins_hold_all_answers(two_runs):
-    five, _ = two_runs
-    assert sum(calibeval.reliability(five)["count"]) == len(five)
-
-
 TASK = {"task": "mmlu", "data": "d"}
 
 
@@ -243,11 +212,6 @@ TASK = {"task": "mmlu", "data": "d"}
 def test_a_request_that_cannot_be(given, expected):
     with pytest.raises(InputError, match=expected):
         calibeval.score("m", **given)
-
-
-def test_data_that_are_null_are_the_task_files():
-    """As every other null, it takes the default."""
-    assert Task.model_validate({"task": "piqa", "data": None}) == Task(task="piqa")
 
 
 def test_a_confidence_that_the_records_lack_is_named(two_runs):

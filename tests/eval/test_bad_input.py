@@ -1,22 +1,14 @@
 """Every bad input gets one message that names the file, the row, what was found and expected."""
 
-import errno
 import json
 import math
-import os
 import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 
 import pytest
 from made_records import LETTERS_RECORD, mmlu_rows, write_csv
-
-from calibeval import score
-from calibeval.__main__ import parser
-from calibeval.ask.scoring import OTHER_OUT
-from calibeval.io import InputError, atomic_write
 
 
 def drop_a_choice(rows):
@@ -76,33 +68,6 @@ def test_folders_that_are_not_what_they_should_be(command, tmp_path, refused):
     assert "no folder test/ with files <subject>_test.csv" in message
 
 
-def test_a_folder_for_records_that_cannot_be_made(tiny_model, mmlu, tmp_path, monkeypatch):
-    """Python callers got the operating system's error, which says neither option nor remedy."""
-    from transformers import LlamaForCausalLM
-
-    task = {"task": "mmlu", "data": str(mmlu)}
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(InputError) as raised:
-        score(tiny_model, tasks=[task], out=file)
-    assert str(raised.value) == f"out {file}: no folder can be made here (File exists); {OTHER_OUT}"
-    with pytest.raises(InputError, match=f"out {file}/records: no folder .* {OTHER_OUT}"):
-        score(tiny_model, tasks=[task], out=file / "records")
-
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "made")
-
-    # A loaded model's records are made in a temporary folder inside `out`.
-    model = LlamaForCausalLM.from_pretrained(tiny_model)
-    out = tmp_path / "out"
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with pytest.raises(InputError) as raised:
-        score(model, tasks=[task], out=out)
-    assert str(raised.value) == (
-        f"out {out}: nothing can be made in this folder (Permission denied); {OTHER_OUT}"
-    )
-
-
 def test_a_model_that_is_none(command, tiny_model, tmp_path, refused):
     (tmp_path / "empty").mkdir()
     for name in (tmp_path / "empty", tiny_model / "model.safetensors"):
@@ -158,11 +123,6 @@ def test_parameters_under_other_names(weights, refused_weights):
     assert f"no weights for {len(weights)} of its parameters, such as lm_head.weight" in message
 
 
-def test_a_layer_without_parameters(weights, refused_weights):
-    without = {name: parameter for name, parameter in weights.items() if ".layers.1." not in name}
-    assert "model.layers.1.input_layernorm.weight" in refused_weights(without)
-
-
 def test_a_parameter_of_another_shape(weights, refused_weights):
     name = "model.embed_tokens.weight"
     message = refused_weights({**weights, name: weights[name][:9].clone()})
@@ -186,14 +146,6 @@ def test_a_disk_that_fills_leaves_nothing_half_written(tmp_path):
     )
     assert "InputError" in done.stderr
     assert "could not be written (File too large)" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("mode", ["w", "wb"])
-def test_what_fails_while_a_file_is_written_is_not_told_of_the_file(tmp_path, mode):
-    """A reset connection was "could not be written"."""
-    with pytest.raises(ConnectionResetError), atomic_write(tmp_path / "r.jsonl", mode):
-        raise ConnectionResetError("the other side is gone")
     assert not list(tmp_path.iterdir())
 
 
@@ -242,12 +194,6 @@ def test_absent_and_empty_records(tmp_path, refused):
     assert f"{path}: no records" in refused("metrics", path)
 
 
-def test_records_without_the_lengths_that_are_asked_for(tmp_path, refused):
-    path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(LETTERS_RECORD))
-    assert "line 1: no 'bytes' by which" in refused("metrics", path, "--normalise", "bytes")
-
-
 def test_records_cut_at_the_end_of_a_line(tmp_path, refused):
     """The sidecar says how many there were."""
     path = tmp_path / "r.jsonl"
@@ -271,10 +217,3 @@ def test_records_of_other_prompts_than_the_sidecars(command, tmp_path, run, refu
     assert "its prompts are not those that 5.jsonl.meta.json was" in refused("metrics", five)
     (tmp_path / "5.jsonl.meta.json").unlink()
     assert "line 31: shots 0 after 5; expected the same" in refused("metrics", five)
-
-
-def test_the_summary_of_the_help_keeps_its_drawing():
-    """It was folded into the sentences around it."""
-    lines = [line.strip() for line in parser().format_help().splitlines()]
-    drawing = "dataset → prompt → engine → records (one a question) → metrics → tables and figures"
-    assert drawing in lines

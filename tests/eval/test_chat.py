@@ -8,7 +8,6 @@ import pytest
 from made_records import read_lines
 from test_letters import piece_tokenizer
 
-from calibeval import records
 from calibeval.ask import chat, prompts, tasks
 from calibeval.ask.prompts import find_letters
 from calibeval.ask.request import Task
@@ -89,19 +88,6 @@ def test_a_templates_own_variables(tokenizer, mmlu, tmp_path, given):
     assert prompt(tokenizer, mmlu, **asked).endswith("<think></think>")
 
 
-def test_a_templates_variables_are_in_the_sidecar(run, refused, command, chat_model, tmp_path):
-    template = tmp_path / "thinking.jinja"
-    template.write_text(THINKING)
-    chat_command = [*command, "--model", chat_model, "--limit", 2, "--chat-template", template]
-    run(*chat_command)
-    arguments = ["--chat-template-arguments", "enable_thinking=False"]
-    message = refused(*chat_command, *arguments)
-    assert "chat_template_arguments None (now {'enable_thinking': False})" in message
-    run(*chat_command, *arguments, "--out", tmp_path / "quiet.jsonl")
-    settings = records.meta(tmp_path / "quiet.jsonl")["settings"]
-    assert settings["chat_template_arguments"] == {"enable_thinking": False}
-
-
 @pytest.mark.parametrize("expression", ["message.content + none", "1 / 0", "[][0].x", "none()"])
 def test_a_template_that_fails_is_named(tokenizer, mmlu, tmp_path, expression):
     """An error that is not Jinja's own was a traceback."""
@@ -125,36 +111,6 @@ def test_records_say_so(run, command, chat_model, mmlu, tmp_path):
     assert not any("chat_template" in row for row in read_lines(plain))
     settings = json.loads((tmp_path / "chat.jsonl.meta.json").read_text())["settings"]
     assert settings["chat_template"] == "tokenizer"
-
-
-def test_compare_refuses_to_mix(run, refused, command, chat_model, tmp_path):
-    plain = tmp_path / "r.jsonl"
-    in_chat = tmp_path / "chat.jsonl"
-    run(*command, "--model", chat_model)
-    run(*command, "--model", chat_model, "--chat-template", TULU, "--out", in_chat)
-    message = refused("compare", plain, in_chat)
-    assert "asked with chat template 'none' and '" in message
-    run("compare", plain, in_chat, "--different-prompts")
-    # Records without prompts' digests and sidecars, as other programs may write them.
-    for file in (plain, in_chat):
-        rows = [{**row, "prompt_sha256": None} for row in read_lines(file)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tmp_path / f"{file.name}.meta.json").unlink()
-    assert "asked with chat template 'none' and '" in refused("compare", plain, in_chat)
-    both = tmp_path / "both.jsonl"
-    first, *_ = plain.read_text().splitlines()
-    *_, last = in_chat.read_text().splitlines()
-    both.write_text(f"{first}\n{last}\n")
-    assert "chat_template '" in refused("metrics", both)
-
-
-def test_a_temperature_of_plain_answers_is_not_a_chats(run, refused, command, chat_model, tmp_path):
-    plain = tmp_path / "r.jsonl"
-    in_chat = tmp_path / "chat.jsonl"
-    run(*command, "--model", chat_model)
-    run(*command, "--model", chat_model, "--chat-template", TULU, "--out", in_chat)
-    message = refused("temperature", plain, in_chat, "--out", tmp_path / "t.jsonl")
-    assert "chat_template None, but" in message
 
 
 def test_records_of_a_chat_are_not_those_of_plain_prompts(run, refused, command, chat_model):

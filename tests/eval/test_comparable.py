@@ -64,15 +64,29 @@ def test_other_normalisers_are_refused(written, index_of):
     assert compared["choices"]["ece"]["difference"] == 0
 
 
-def test_other_shots_are_refused_without_a_sidecar(written, index_of):
-    none = written("none", shots=0)
-    five = written("five", shots=5)
-    expected = "asked with shots 0 and 5"
-    with pytest.raises(InputError, match=expected):
-        calibeval.compare(none, five)
-    with pytest.raises(InputError, match=expected):
-        index.read(index_of(none, five))
-    calibeval.compare(none, written("unknown"))  # nobody knows how many these had
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ({"shots": 0}, {"shots": 5}, "asked with shots 0 and 5"),
+        ({}, {"scoring": "continuation"}, "asked with scoring 'letters' and 'continuation'"),
+        ({"chat_template": "ab"}, {}, "asked with chat template 'ab' and 'none'"),
+        ({"prompt_sha256": "a"}, {"prompt_sha256": "b"}, "asked with prompts '"),
+    ],
+)
+def test_what_was_asked_otherwise_is_not_compared(written, index_of, run, a, b, expected):
+    """The difference would be the prompt's."""
+    files = [written("a", **a), written("b", **b)]
+    with pytest.raises(InputError, match=f"{expected}.*--different-prompts"):
+        calibeval.compare(*files)
+    run("compare", "--different-prompts", *files)
+    of_two_models = index_of(*files)
+    if "prompts" in expected:  # a model with a shorter context is asked with fewer examples
+        index.read(of_two_models)
+    else:
+        with pytest.raises(InputError, match=f"{expected}.*another 'dataset' in the index"):
+            index.read(of_two_models)
+    if "shots" in a:
+        calibeval.compare(files[0], written("unknown"))  # nobody knows how many these had
 
 
 def test_a_sidecar_says_what_shots_were_wanted(written, index_of, tmp_path):
@@ -83,19 +97,6 @@ def test_a_sidecar_says_what_shots_were_wanted(written, index_of, tmp_path):
         sidecar = tmp_path / f"{file.name}.meta.json"
         sidecar.write_text(json.dumps({"settings": {"shots": 5}}))
     assert len(index.read(index_of(long_context, short_context)).rows) == 2
-
-
-def test_wanted_shots_are_known_where_the_files_are_gone(written):
-    """As of `score` without `out`, whose files are temporary: the shown ones were compared."""
-    found = []
-    for name, shots in (("long", 5), ("short", 3)):
-        file = written(name, shots=shots)
-        sidecar = records.sidecar(file)
-        sidecar.write_text(json.dumps({"settings": {"shots": 5}}))
-        found.append(records.read(file))
-        file.unlink()
-        sidecar.unlink()
-    calibeval.compare(*found)
 
 
 def test_examples_that_do_not_fit_are_counted_and_told_as_the_cause(
@@ -140,8 +141,8 @@ def test_other_questions_are_named(two_question_sets, refused):
     ids = [row["id"] for row in read_lines(first)]
     message = refused("compare", first, second)
     assert "60 and 59 questions; expected the same ids and right answers in both" in message
-    assert f"the first alone has {ids[0]!r}, {ids[1]!r}; the second alone has 'new'" in message
-    assert f"other right answers: {ids[2]!r}; `compare --common` takes what both have" in message
+    differing = f"{ids[0]!r}, {ids[1]!r}, {ids[2]!r}, 'new'; `compare --common` takes what both"
+    assert f"not the same: 4 of them, such as {differing}" in message
 
 
 def test_common_questions_are_compared(two_question_sets, run, refused):
@@ -157,20 +158,6 @@ def test_common_questions_are_compared(two_question_sets, run, refused):
     assert nll["a"] == evaluations.load(part).values["choices"]["nll"]
     other = write_lines(first.with_name("other.jsonl"), [{**read_lines(first)[0], "id": "new"}])
     assert "no question in common" in refused("compare", first, other, "--common")
-
-
-def test_a_small_p_is_not_zero(written, run):
-    right = written("right", logprobs=[-9.0, -9.0, -9.0, -9.0])
-    rows = read_lines(right)
-    for row in rows:
-        row["logprobs"][row["label"]] = -0.1
-        del row["letter_mass"]
-    write_lines(right, rows)
-    wrong = written("wrong", logprobs=[-2.0, -2.0, -2.0, -2.0], letter_mass=None)
-    printed = run("compare", wrong, right).out
-    assert "<0.0001" in printed
-    (nll,) = [line for line in printed.splitlines() if line.startswith("nll ")][:1]
-    assert " 0.0000 " not in nll
 
 
 def test_prompts_that_were_cut_are_not_those_that_were_not(written, index_of):

@@ -59,10 +59,6 @@ def test_equals_whole_prompts(arc, score, tiny_model, shots):
         assert row["shots"] == shots
 
 
-def test_texts_have_no_examples_unless_asked_for(arc, score):
-    assert score("--task", "arc_easy", "--data", arc)[0]["shots"] == 0
-
-
 def test_hellaswag_is_the_hubs_text(score, tmp_path, tiny_model):
     in_parts = {
         "activity_label": "Ski",
@@ -100,25 +96,6 @@ def test_the_tasks_conventions(task, asked, scoring_mode, normalise, shots):
     assert tasks.resolved(task).scoring == scoring_mode
     assert tasks.resolved(task).shots == shots
     assert tasks.normaliser_of(task) == normalise
-
-
-def test_texts_asked_by_letters(arc, score):
-    rows = score("--task", "arc_easy", "--data", arc, "--scoring", "letters", "--shots", "2")
-    assert "scoring" not in rows[0]
-    assert rows[0]["shots"] == 2
-    (subject,) = tasks.load(Task(task="arc_easy", data=str(arc), shots=2))
-    assert rows[5]["prompt_sha256"] == prompts.build(subject, subject.questions[5], 2).sha256
-
-
-def test_mmlu_asked_by_texts(mmlu):
-    subject = tasks.load(Task(task="mmlu", data=str(mmlu), shots=1))[1]
-    (example,) = subject.examples
-    question = subject.questions[0]
-    assert prompts.build(subject, question, 1, "continuation").text == (
-        "The following are questions (with answers) about old kings.\n\n"
-        f"Question: {example.text}\nAnswer: {example.choices[example.label]}\n\n"
-        f"Question: {question.text}\nAnswer:"
-    )
 
 
 @pytest.mark.parametrize(
@@ -177,17 +154,6 @@ def test_all_of_a_choice_is_scored(tiny_model, context, separator, endings):
     for ending, branch in zip(endings, tokenized.branches, strict=True):
         whole = tokenizer(context + separator + ending)["input_ids"]
         assert [*tokenized.context, *branch] == whole
-
-
-def test_spaces_at_the_contexts_end_go_to_the_choice(tiny_model):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    endings = ("mass", "cells")
-    question = Question("id", "subject", "light", endings, 0, "light  ", endings)
-    prompt = Prompt(question, question.context, 0, endings)
-    (tokenized,) = ContinuationScoring(tokenizer).tokenize([prompt])
-    assert tokenized.context == tokenizer("light")["input_ids"]
-    whole = tokenizer("light   mass")["input_ids"]
-    assert tokenized.branches[0] == tuple(whole[len(tokenized.context) :])
 
 
 LONG_SECOND_QUESTION = [

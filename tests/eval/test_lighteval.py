@@ -86,8 +86,7 @@ def test_a_log_with_fewer_examples_before_some_questions(run_folder, tmp_path, r
     parquet.write_table(table.from_pylist(rows, table.schema), file)
     out = tmp_path / "r.jsonl"
     message = refused("import", file, "--out", out)
-    assert f"{file}, row {len(rows)}: shots 0, but {file}, row 1: shots 1" in message
-    assert "ask all questions of this log alike" in message
+    assert f"{file}, row {len(rows)}: shots 0 after 1; expected the same; ask all" in message
     assert not out.exists()
 
 

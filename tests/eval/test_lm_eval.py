@@ -11,7 +11,6 @@ import math
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from made_records import read_lines, write_lines
 
@@ -43,13 +42,6 @@ def test_letters_have_the_samples_scores(mmlu_records):
     assert mmlu_records.logprobs.tolist() == scores
     masses = [sum(math.exp(score) for score in scores_of_one) for scores_of_one in scores]
     assert mmlu_records.letter_mass == pytest.approx(masses)
-
-
-def test_letters_are_as_right_as_lm_eval_says(mmlu_records):
-    samples = read_lines(MMLU)
-    assert mmlu_records.labels.tolist() == [int(sample["target"]) for sample in samples]
-    right = mmlu_records.logprobs.argmax(1) == mmlu_records.labels
-    assert right.tolist() == [sample["acc"] == 1 for sample in samples]
 
 
 def test_records_know_question_prompt_and_versions(mmlu_records, run):
@@ -106,15 +98,6 @@ def test_texts_lengths_are_without_the_delimiter(hellaswag_file):
     assert any(row["bytes"] != row["characters"] for row in rows)
 
 
-def test_texts_are_normalized_by_their_lengths(hellaswag_file):
-    by_convention = records.read(hellaswag_file)
-    assert by_convention.scoring == "continuation"
-    assert by_convention.normalise == "characters"
-    rows = read_lines(hellaswag_file)
-    by_bytes = [np.divide(row["logprobs"], row["bytes"]).tolist() for row in rows]
-    assert records.read(hellaswag_file, "bytes").logprobs.tolist() == by_bytes
-
-
 @pytest.fixture
 def several_files(tmp_path):
     """A run's folder: two subjects of MMLU, their lines in reverse and each with another filter's
@@ -153,46 +136,26 @@ def test_two_data_sets_do_not_go_into_one_file(several_files, tmp_path, refused)
     assert "; expected the same" in message
 
 
-def wrong_accuracy(sample):
-    sample["acc"] = 1.0 - sample["acc"]
-
-
-def target_beyond_the_choices(sample):
-    sample["target"] = "4"
-
-
-def generated_text(sample):
-    sample["filtered_resps"] = ["some text"]
-
-
-def repeated_id(sample):
-    sample["doc_id"] = 0
-
-
-def contexts_that_differ(sample):
-    """As in Winograd schemas, where the choices are in the context."""
-    for number, request in enumerate(sample["arguments"].values()):
-        request.update(arg_0=f"context {number}", arg_1=" same")
-
-
-def scores_that_are_no_numbers(sample):
-    sample.update(acc=1.0, filtered_resps=[["nan", ""]] * 4)
+# As in Winograd schemas, where the choices are in the context.
+OTHER_CONTEXTS = {f"gen_args_{i}": {"arg_0": f"context {i}", "arg_1": " x"} for i in range(4)}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "expected"),
+    ("changes", "expected"),
     [
-        (wrong_accuracy, "acc is 1.0, but 0.0 by log-probabilities"),
-        (target_beyond_the_choices, "label is 4, expected 0 to 3"),
-        (generated_text, "expected a multiple-choice sample"),
-        (repeated_id, "id 'abstract_algebra/0' is on "),
-        (contexts_that_differ, "its choices do not continue one prompt"),
-        (scores_that_are_no_numbers, "expected a finite number"),
+        ({"acc": 1.0}, "acc is 1.0, but 0.0 by log-probabilities"),
+        ({"target": "4"}, "label is 4, expected 0 to 3"),
+        ({"filtered_resps": ["some text"]}, "expected a multiple-choice sample"),
+        ({"doc_id": 0}, "id 'abstract_algebra/0' is on "),
+        ({"doc_id": None}, "doc_id is None, expected a whole number"),
+        ({"doc_id": 1.5}, "doc_id is 1.5, expected a whole number"),
+        ({"arguments": OTHER_CONTEXTS}, "its choices do not continue one prompt"),
+        ({"acc": 1.0, "filtered_resps": [["nan", ""]] * 4}, "expected a finite number"),
     ],
 )
-def test_bad_samples_are_named_by_line(tmp_path, refused, spoil, expected):
+def test_bad_samples_are_named_by_line(tmp_path, refused, changes, expected):
     samples = read_lines(MMLU)
-    spoil(samples[2])
+    samples[2].update(changes)
     path = write_lines(tmp_path / MMLU.name, samples)
     message = refused("import", path, "--out", tmp_path / "out")
     assert f"error: {path}, line 3: " in message
@@ -255,7 +218,7 @@ def test_bad_files(tmp_path, refused):
     (tmp_path / "results.json").write_text("[]")
     assert "results.json: not lm-eval's results" in refused(*command, empty)
     message = refused(*command, MMLU, HELLASWAG)
-    assert f"{HELLASWAG}, line 1: scoring 'continuation', but {MMLU}, line 1: scoring" in message
+    assert f"{HELLASWAG}, line 1: scoring 'continuation' after 'letters'" in message
     assert not (tmp_path / "all.jsonl").exists()
 
 
@@ -293,15 +256,6 @@ def test_other_sets_of_mmlus_subjects_are_sets_of_their_own(tmp_path, run):
     run("import", *files, "--out", tmp_path / "out")
     written = {file.name for file in (tmp_path / "out").glob("*.jsonl")}
     assert written == {"mmlu.jsonl", "mmlu_redux.jsonl", "global_mmlu_full_de.jsonl"}
-
-
-@pytest.mark.parametrize("number", ["1", None, 1.5, [1]])
-def test_question_numbers_that_are_none(tmp_path, refused, number):
-    samples = read_lines(MMLU)
-    samples[1]["doc_id"] = number
-    path = write_lines(tmp_path / MMLU.name, samples)
-    message = refused("import", path, "--out", tmp_path / "out")
-    assert f"{path}, line 2: doc_id is {number!r}, expected a whole number" in message
 
 
 def test_ids_that_are_no_text(tmp_path, refused):
@@ -391,9 +345,8 @@ def test_logs_with_other_examples_do_not_go_into_one_file(tmp_path, run, refused
     (tmp_path / f"results{time}.json").write_text(json.dumps(results))
     out = tmp_path / "out"
     message = refused("import", five_examples, no_examples, "--out", out)
-    assert f"{no_examples}, line 1: shots 0" in message
-    assert f"but {five_examples}, line 1: shots 5" in message
-    assert "give the logs of each another --out" in message
+    assert f"{no_examples}, line 1: shots 0 after 5; expected the same" in message
+    assert "give logs of others another --out" in message
     assert not out.exists()
     run("import", five_examples, "--out", out)
     assert records.read(out / "mmlu.jsonl").shots == 5
@@ -433,16 +386,6 @@ def test_questions_of_which_nothing_is_known_are_left_out(tmp_path, run, refused
     write_lines(path, [impossible])
     message = refused("import", path, "--out", tmp_path / "none")
     assert "none of 1 sample can be used: 1 sample whose choices all" in message
-
-
-def test_ties_are_counted(tmp_path, run):
-    samples = read_lines(MMLU)
-    samples[0].update(
-        filtered_resps=[["-2.0", "False"]] * 4, acc=float(samples[0]["target"] == "0")
-    )
-    path = write_lines(tmp_path / MMLU.name, samples)
-    printed = run("import", path, "--out", tmp_path / "out")
-    assert "1 of 6 questions have several likeliest choices" in printed.err
 
 
 def test_a_choice_of_probability_0(tmp_path, run):
@@ -509,20 +452,19 @@ LETTERED = {"text": ["x", "y"], "label": ["A", "B"]}
 TEN_AT_MOST = {"question": "q", "options": ["x", "y"], "answer_index": 1}
 TRANSLATED = {"question": "q", "answer": "B"} | {f"option_{letter}": letter for letter in "abcd"}
 
-# Of each built-in task: what lm-evaluation-harness calls it, and two rows as the hub has them.
+# Of each built-in task: what lm-evaluation-harness calls it, and rows as the hub has them: two
+# where ids are numbers of rows.
 HUB_ROWS = {
     "arc_challenge": (
         "arc_challenge",
         [
             {"id": "Mercury_7", "question": "q", "choices": LETTERED, "answerKey": "B"},
-            {"id": "Mercury_3", "question": "r", "choices": LETTERED, "answerKey": "B"},
         ],
     ),
     "arc_easy": (
         "arc_easy",
         [
             {"id": "LEAP_7", "question": "q", "choices": LETTERED, "answerKey": "B"},
-            {"id": "LEAP_3", "question": "r", "choices": LETTERED, "answerKey": "B"},
         ],
     ),
     "boolq": (
@@ -536,14 +478,12 @@ HUB_ROWS = {
         "commonsense_qa",
         [
             {"id": "1afa", "question": "q", "choices": LETTERED, "answerKey": "B"},
-            {"id": "a7ab", "question": "r", "choices": LETTERED, "answerKey": "B"},
         ],
     ),
     "global_mmlu": (
         "global_mmlu_full_de_anatomy",
         [
             {"sample_id": "anatomy/test/0", "subject": "anatomy", **TRANSLATED},
-            {"sample_id": "anatomy/test/1", "subject": "anatomy", **TRANSLATED},
         ],
     ),
     "hellaswag": (
@@ -564,14 +504,12 @@ HUB_ROWS = {
         "leaderboard_mmlu_pro",
         [
             {"question_id": 70, "category": "business", **TEN_AT_MOST},
-            {"question_id": 71, "category": "law", **TEN_AT_MOST},
         ],
     ),
     "openbookqa": (
         "openbookqa",
         [
             {"id": "8-376", "question_stem": "q", "choices": LETTERED, "answerKey": "B"},
-            {"id": "8-343", "question_stem": "r", "choices": LETTERED, "answerKey": "B"},
         ],
     ),
     "piqa": (
@@ -615,7 +553,8 @@ def test_ids_and_subjects_are_those_that_the_built_in_task_gives(task, monkeypat
     """Else `compare` refuses imported records beside those of `score`, as of other questions."""
     datasets = pytest.importorskip("datasets")
     lm_eval_task, rows = HUB_ROWS[task]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    hub_rows = datasets.Dataset.from_list(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: hub_rows)
     language = "de" if task == "global_mmlu" else None
     subjects = tasks.load(Task(task=task, data="hub:any/name", shots=0, language=language))
     own = [(question.id, question.subject) for part in subjects for question in part.questions]
@@ -817,13 +756,6 @@ def test_one_of_several_epochs_is_asked_for(tmp_path, run, refused, write_log):
     assert "no epoch 3" in refused(*command, "--epoch", "3")
     run(*command, "--epoch", "2")
     assert records.read(tmp_path / "r.jsonl").labels.tolist() == [0]
-
-
-def test_a_letter_at_the_beginning_of_a_word_is_none(tmp_path, refused, write_log):
-    """In a log without scores, too."""
-    refusal = inspect_sample(2, "C", "I", " cannot", " A", "nswer")
-    message = refused("import", write_log([refusal]), "--out", tmp_path / "r.jsonl")
-    assert "none of its tokens is a choice's letter" in message
 
 
 SHUFFLED = {**inspect_sample(1, "A", " B"), "scores": {"choice": {"answer": "C"}}}

@@ -38,18 +38,6 @@ def values_of(scores: Scores) -> dict[str, float]:
     return {name: float(metric(Sample.observed(scores))[0]) for name, metric in METRICS.items()}
 
 
-@pytest.mark.parametrize("n", [1, 7, 999])
-def test_ece_is_its_definition(n):
-    probs, labels = draw(n, seed=n, calibrated=False)
-    probs[0] = np.eye(4)[0]
-    scores = scored(probs, labels)
-    bin_of = np.minimum((scores.confidence * 15).astype(int), 14)  # 1 is in the last bin
-    gaps = [(scores.correct - scores.confidence)[bin_of == b].sum() for b in range(15)]
-    assert definitions.ece(Sample.observed(scores))[0] == pytest.approx(
-        np.abs(gaps).sum() / n, abs=1e-12
-    )
-
-
 any_questions = given(st.integers(1, 600), st.integers(0, 10**6), st.integers(2, 6), st.booleans())
 
 
@@ -124,20 +112,6 @@ def test_a_metric_that_reads_the_observed_answers_is_told():
         observed_accuracy(simulated)
 
 
-def test_a_calibrated_models_p_is_uniform():
-    tests = [
-        evaluations.floor_tests(
-            Sample.observed(scored(*draw(200, seed))), [*WITH_FLOOR], simulations=99
-        )
-        for seed in range(60)
-    ]
-    for name in WITH_FLOOR:
-        p = np.array([test[name].p for test in tests])
-        assert abs(p.mean() - 0.5) < 0.15, name
-        assert (p <= 0.05).mean() < 0.15, name
-        assert p.min() >= 0.01, name
-
-
 def test_the_floor_is_the_95th_percentile_of_calibrated_models():
     floors = []
     for seed in range(60):
@@ -161,11 +135,6 @@ def test_auroc_is_its_definition():
     assert definitions.auroc(Sample.observed(scores))[0] == pytest.approx(expected)
 
 
-def test_auroc_of_equal_confidences_is_one_half():
-    alike = scored(np.full((10, 2), 0.5), np.array([0, 1] * 5))
-    assert definitions.auroc(Sample.observed(alike))[0] == 0.5
-
-
 def test_debiased_square_is_right_in_the_mean_also_where_confidences_differ_in_a_bin():
     """Over calibrated models it is 0 in the mean; variances of y alone would leave a bias."""
     rng = np.random.default_rng(0)
@@ -176,12 +145,6 @@ def test_debiased_square_is_right_in_the_mean_also_where_confidences_differ_in_a
         bins = Sample.observed(scored(np.stack([confidence, 1 - confidence], 1), labels)).bins
         read.append(squared_error.debiased_square(bins)[0])
     assert abs(np.mean(read)) < 4 * np.std(read) / np.sqrt(3000)
-
-
-def test_a_bin_of_one_question_counts_as_nothing():
-    one = scored(np.array([[0.9, 0.1], [0.6, 0.4], [0.6, 0.4]]), np.array([1, 0, 1]))
-    assert definitions.rms_debiased(Sample.observed(one))[0] == 0
-    assert definitions.rms(Sample.observed(one))[0] > 0
 
 
 def test_nll_of_a_probability_below_the_smallest_number():
@@ -230,11 +193,6 @@ def test_murphys_parts_add_up_to_the_brier_score():
     share = sample.correct.mean()
     parts = definitions.mcb(sample)[0] - definitions.dsc(sample)[0]
     assert parts + share * (1 - share) == pytest.approx(score, abs=1e-12)
-
-
-def test_recalibration_increases_with_the_confidence():
-    sample = Sample.observed(scored(*draw(500, calibrated=False)))
-    assert (np.diff(definitions.isotonic_fit(sample)[0]) >= 0).all()
 
 
 def renormalised(probs: np.ndarray, labels: np.ndarray, mass: np.ndarray) -> Scores:
@@ -289,16 +247,6 @@ def test_memory_grows_with_the_questions_and_no_faster():
         _, peak = tracemalloc.get_traced_memory()
         assert peak < 1000 * 40_000, name
     tracemalloc.stop()
-
-
-def test_a_sample_may_hold_more_answers_than_there_are_questions():
-    scores = scored(*draw(50))
-    twice = Sample.resampled(scores, np.full((1, 50), 2.0))
-    doubled = scored(*(np.repeat(part, 2, 0) for part in draw(50)))
-    for name in WITH_INTERVAL:
-        assert METRICS[name](twice)[0] == pytest.approx(
-            METRICS[name](Sample.observed(doubled))[0]
-        ), name
 
 
 @pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.is_mean])

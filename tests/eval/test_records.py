@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from made_records import LETTERS_RECORD, write_lines, write_records
+from made_records import LETTERS_RECORD, write_lines
 
 from calibeval import records
 from calibeval.io import InputError
@@ -62,16 +62,6 @@ def test_bins_of_one_question_are_counted(tmp_path, run):
     assert "leaves out" not in run("metrics", lone, "--metrics", "ece").out
     assert f"B: {expected}" in run("compare", plain, lone).out.splitlines()
     assert json.loads(run("metrics", lone, "--json").out)["bins_of_one"]["choices"] == 1
-
-
-def test_some_metrics_alone_are_printed(tmp_path, run, refused):
-    file = write_records(tmp_path / "r.jsonl", n=100)
-    both = run("metrics", file, "--metrics", "ece", "nll").out.splitlines()[2:]
-    every = run("metrics", file).out.splitlines()
-    assert [line.split()[0] for line in both[:2]] == ["nll", "ece"]
-    values = {line.split()[0]: line.split()[1:] for line in every}
-    assert all(values[line.split()[0]] == line.split()[1:] for line in both[:2])
-    assert "no 'eec'; expected accuracy, nll" in refused("metrics", file, "--metrics", "eec")
 
 
 def test_what_pydantic_does_not_parse_is_read_all_the_same(tmp_path):

@@ -149,34 +149,71 @@ def refused_fit(tmp_path, refused):
     return fit
 
 
-def test_too_few_answers_are_refused(tmp_path, refused_fit):
+def keys(**values):
+    """A change of every record: these keys."""
+    return lambda row: {**row, **values}
+
+
+def prompt(words):
+    """A change of every record: its prompt's digest."""
+    return lambda row: {**row, "prompt_sha256": f"{words} {row['id']}"}
+
+
+def answer_at(rank):
+    """A change of every record: the right choice is that of this rank, by probability."""
+    return lambda row: {**row, "label": int(np.argsort(row["logprobs"])[rank])}
+
+
+def sure(margin):
+    """A change of every record: the right choice has all probability, by so many nats."""
+
+    def change(row):
+        logprobs = [-margin] * 4
+        logprobs[row["label"]] = 0.0
+        return {**row, "logprobs": logprobs, "letter_mass": 1.0}
+
+    return change
+
+
+def equal(row):
+    """All choices have the same probability; some questions have three of them, some four."""
+    choices = 3 + len(row["id"]) % 2
+    mass = choices * np.exp(-1.5)
+    return {**row, "label": 0, "logprobs": [-1.5] * choices, "letter_mass": mass}
+
+
+ALL_RIGHT = "NLL falls on towards 0 (100 of 100 answers are right)"
+
+
+@pytest.mark.parametrize(
+    ("val", "of_val", "of_test", "expected"),
+    [
+        ("few", keys(), keys(), "19 answers that"),
+        ("test", prompt("five"), prompt("five"), "0 answers that"),
+        # Five examples before val's and none before test's: other prompts, and 0 were left out.
+        ("test", prompt("five"), prompt("none"), "0 answers that"),
+        ("test", keys(), keys(), "(by prompt, or by id and right answer)"),
+        ("val", answer_at(-1), keys(), ALL_RIGHT),
+        ("val", answer_at(0), keys(), "towards infinity (0 of 100 answers are right)"),
+        ("val", sure(20.0), keys(), ALL_RIGHT),
+        ("val", sure(1000.0), keys(), ALL_RIGHT),  # it spoke of equal probabilities
+        # A missing choice's −∞ counted as a probability.
+        ("val", equal, keys(), "any temperature fits"),
+        ("val", keys(scoring="continuation"), keys(), "scoring 'continuation', but"),
+        ("val", keys(), keys(model="other"), "is of another model than"),
+    ],
+)
+def test_what_has_no_temperature_is_refused(tmp_path, refused_fit, val, of_val, of_test, expected):
+    """The temperature of answers that are all right, or all wrong, was the end of the search."""
     write_records(tmp_path / "few.jsonl", 19, 1.0, seed=19)
-    assert "19 answers that" in refused_fit("few", "test")
+    for name, source, change in (("changed", val, of_val), ("tested", "test", of_test)):
+        rows = [change(row) for row in read_lines(tmp_path / f"{source}.jsonl")]
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    assert expected in refused_fit("changed", "tested")
 
 
 def test_a_file_that_is_there_already_is_kept(refused_fit):
     assert "is there already" in refused_fit("val", "test", "val")
-
-
-def test_the_tested_answers_alone_are_refused(tmp_path, refused_fit):
-    rows = [{**row, "prompt_sha256": row["id"]} for row in read_lines(tmp_path / "val.jsonl")]
-    write_lines(tmp_path / "with_prompts.jsonl", rows)
-    assert "0 answers that" in refused_fit("with_prompts", "with_prompts")
-
-
-def test_the_same_questions_in_other_words_are_refused(tmp_path, refused_fit):
-    """Five examples before val's and none before test's: other prompts, and 0 were left out."""
-    for name in ("five", "none"):
-        rows = read_lines(tmp_path / "val.jsonl")
-        rows = [{**row, "prompt_sha256": f"{name} {row['id']}"} for row in rows]
-        write_lines(tmp_path / f"{name}.jsonl", rows)
-    assert "0 answers that" in refused_fit("five", "none")
-
-
-def test_the_same_questions_without_prompts_are_refused(refused_fit):
-    message = refused_fit("val", "val")
-    assert "0 answers that" in message
-    assert "by prompt, or by id and right answer" in message
 
 
 def test_splits_that_are_numbered_alike_are_fitted_on(tmp_path, run):
@@ -189,25 +226,6 @@ def test_splits_that_are_numbered_alike_are_fitted_on(tmp_path, run):
     val, test, out = files
     printed = run("temperature", val, test, "--out", out, "--json").out
     assert '"answers": 200, "left_out": 0' in printed
-
-
-@pytest.mark.parametrize(
-    ("shift", "expected"),
-    [
-        (0, "NLL falls on towards 0 (100 of 100 answers are right)"),
-        (1, "NLL falls on towards infinity (0 of 100 answers are right)"),
-    ],
-)
-def test_answers_that_are_all_right_or_all_wrong_have_no_temperature(
-    tmp_path, refused_fit, shift, expected
-):
-    """The temperature was the end of what is searched, e⁻⁴ or e⁴."""
-    rows = read_lines(tmp_path / "val.jsonl")
-    for row in rows:
-        order = np.argsort(row["logprobs"])
-        row["label"] = int(order[-1] if shift == 0 else order[0])
-    write_lines(tmp_path / "extreme.jsonl", rows)
-    assert expected in refused_fit("extreme", "test")
 
 
 def test_a_model_below_chance_is_told_that_its_temperature_is_the_end(tmp_path, run):
@@ -223,53 +241,6 @@ def test_a_model_below_chance_is_told_that_its_temperature_is_the_end(tmp_path, 
     assert "warning: " in printed.err
     assert "NLL falls on towards infinity (10 of 100 answers are right); took 54.6" in printed.err
     assert files[2].is_file()
-
-
-@pytest.mark.parametrize("margin", [20, 1000])
-def test_sure_answers_that_are_all_right_have_no_temperature(tmp_path, refused_fit, margin):
-    """With 20 nats it was 0.024; with 1,000 the error spoke of equal probabilities."""
-    rows = read_lines(tmp_path / "val.jsonl")
-    for row in rows:
-        row["logprobs"] = [-float(margin)] * 4
-        row["logprobs"][row["label"]] = 0.0
-        row["letter_mass"] = 1.0
-    write_lines(tmp_path / "sure.jsonl", rows)
-    message = refused_fit("sure", "test")
-    assert "NLL falls on towards 0 (100 of 100 answers are right); fit on other records" in message
-
-
-def test_equal_probabilities_have_no_temperature(tmp_path, refused_fit):
-    """It was 2.571, where any fits as well."""
-    equal = {"logprobs": [-1.5] * 4, "letter_mass": 4 * np.exp(-1.5)}
-    rows = [{**row, **equal} for row in read_lines(tmp_path / "val.jsonl")]
-    write_lines(tmp_path / "equal.jsonl", rows)
-    assert "any temperature fits" in refused_fit("equal", "test")
-
-
-def test_equal_probabilities_of_unequal_numbers_of_choices_have_no_temperature(
-    tmp_path, refused_fit
-):
-    """A missing choice's −∞ counted as a probability, so NLL was said to fall on towards 0."""
-    rows = read_lines(tmp_path / "val.jsonl")
-    for number, row in enumerate(rows):
-        choices = 3 + number % 2
-        row["label"] = 0  # the first of equals, so all are right
-        row["logprobs"] = [-1.5] * choices
-        row["letter_mass"] = choices * np.exp(-1.5)
-    write_lines(tmp_path / "equal.jsonl", rows)
-    assert "any temperature fits" in refused_fit("equal", "test")
-
-
-def test_answers_read_in_another_way_are_refused(tmp_path, refused_fit):
-    rows = [{**row, "scoring": "continuation"} for row in read_lines(tmp_path / "val.jsonl")]
-    write_lines(tmp_path / "texts.jsonl", rows)
-    assert "scoring 'continuation', but" in refused_fit("texts", "test")
-
-
-def test_another_models_answers_are_refused(tmp_path, refused_fit):
-    rows = [{**row, "model": "other"} for row in read_lines(tmp_path / "val.jsonl")]
-    write_lines(tmp_path / "other.jsonl", rows)
-    assert "is of another model than" in refused_fit("val", "other")
 
 
 def test_another_checkpoints_answers_are_refused(tmp_path, refused_fit):

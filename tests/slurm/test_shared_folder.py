@@ -435,3 +435,25 @@ def test_a_dry_run_looks_into_no_cache_that_only_another_users_profile_names(
     typed = plan_sweep(plan.folder, [f"cluster={file}"])
     preflight.problems(typed, "local", runs_programs=False)
     assert os.environ["HF_HOME"] == str(cache)
+
+
+def test_a_dry_run_reads_no_data_that_only_another_users_folder_names(
+    toy_file, monkeypatch, tmp_path
+):
+    """An error showed the names of the columns, which are a file's first line."""
+    private = tmp_path / "private.csv"
+    private.write_text("a secret,b\n1,2\n")
+    score = {"tasks": [{"task": "jsonl", "data": str(private), "shots": 0}]}
+    plan = plan_sweep(toy_file(grid={}, score=score), [])
+    plan.create()
+
+    def found(*, is_foreign: bool) -> str:
+        own = os.geteuid()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: own + is_foreign)
+            planned = plan_sweep(plan.folder, [])
+            return "\n".join(preflight.problems(planned, "local", runs_programs=False))
+
+    assert "a secret" in found(is_foreign=False)
+    printed = found(is_foreign=True)
+    assert "launched.yaml: is another user's" in printed and "a secret" not in printed

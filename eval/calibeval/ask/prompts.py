@@ -93,10 +93,6 @@ class ScoringMode(ABC):
         self.tokenizer = tokenizer
         self.chat = chat
 
-    def prompt(self, subject: Subject, question: Question, shots: int) -> Prompt:
-        """The question's prompt, in a chat if this instance asks in one."""
-        return self.build(subject, question, shots, self.chat)
-
     @classmethod
     def build(
         cls, subject: Subject, question: Question, shots: int, chat: ChatFormat | None = None

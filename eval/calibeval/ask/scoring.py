@@ -13,12 +13,12 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from calibeval.ask import chat, engines, model_digest
 from calibeval.ask.chat import ChatFormat
 from calibeval.ask.engines import Engine, Job
 from calibeval.ask.prompts import SCORING_MODES, Prompt, ScoringMode
-from calibeval.ask.questions import Question, Subject
+from calibeval.ask.questions import Subject
 from calibeval.ask.request import EngineOptions, Request, ResolvedTask, Task
 from calibeval.ask.task_files import Normaliser, ScoringName
 from calibeval.ask.tasks import load, normaliser_of, resolved
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 BAR_SECONDS = 0.5  # between two updates of the progress bar
-OTHER_OUT = "give another place, in which you can write, as `out`"
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,7 @@ def score(
     Raises:
         InputError: data, options or a model that cannot be used, or records of other settings. All
             input is read before the model.
+        OSError: `out` is a folder that cannot be made or written.
     """
     request = checked(Request, {"tasks": list(tasks), **options}, "score")
     source = _describe_model(model, request)
@@ -111,10 +111,19 @@ def score(
     }
     with ExitStack() as at_end:
         folder, working_folder = _open_folders(out, source, request.tasks, at_end)
-        engine = at_end.enter_context(_LazyEngine(source.model, request, max_model_length))
+
+        @cache
+        def get_engine() -> Engine:
+            """The engine, which is loaded when it is first asked for."""
+            engine = engines.create_engine(source.model, request, max_model_length)
+            at_end.callback(engine.close)  # vLLM's is a process of its own
+            return engine
+
         results = {}
         for task in request.tasks:
-            filling = _TaskFilling(resolved(task), items[task.key], source.name, engine, progress)
+            filling = _TaskFilling(
+                resolved(task), items[task.key], source.name, get_engine, progress
+            )
             results[task.key] = filling.fill(settings, working_folder, folder)
     return results
 
@@ -127,10 +136,6 @@ class _ModelSource:
     name: str  # in records
     folder: str  # or name on the hub; empty where a loaded model does not tell it
     config: "PretrainedConfig"
-
-    @property
-    def is_loaded(self) -> bool:
-        return not isinstance(self.model, str)
 
 
 def _describe_model(model: "str | Path | PreTrainedModel", request: Request) -> _ModelSource:
@@ -161,17 +166,13 @@ def _read_input(
     with ThreadPoolExecutor(max_workers=1) as background:
         digest: Future[str | None] | None = None
         if wants_digest:
-            digest = background.submit(_digest, source, request)
+            if isinstance(source.model, str):
+                digest = background.submit(model_digest.digest, source.folder, request.revision)
+            else:
+                digest = background.submit(model_digest.digest_of_loaded, source.model)
         for task in request.tasks:
             items[task.key] = fit_prompts(load(task), task, tokenizer, prompt_limit)
     return items, digest.result() if digest else None
-
-
-def _digest(source: _ModelSource, request: Request) -> str | None:
-    """What tells the model's weights from others': of a model in memory, of these themselves."""
-    if isinstance(source.model, str):
-        return model_digest.digest(source.folder, request.revision)
-    return model_digest.digest_of_loaded(source.model)
 
 
 def _open_folders(
@@ -179,20 +180,15 @@ def _open_folders(
 ) -> tuple[Path, Path]:
     """The folder where records go, and the one in which they are written until they are whole.
 
-    Both folders are made now, so that a folder that cannot be made raises `InputError` before the
-    scoring. `at_end` deletes temporary ones.
+    Both folders are made now, so that one that cannot be made stops the call before the scoring.
+    `at_end` deletes temporary ones.
     """
     if not out:
         folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
         return folder, folder
     folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"out {folder}: no folder can be made here ({error.strerror}); {OTHER_OUT}"
-        ) from error
-    if not source.is_loaded:
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(source.model, str):
         return folder, folder
     # A loaded model's records are made anew, whichever weights the older ones are of. They are
     # written elsewhere, so that the older ones stay until the new ones are whole.
@@ -201,41 +197,7 @@ def _open_folders(
         for existing in (file, part_of(file)):
             if existing.exists():
                 earlier_settings(existing)  # refuses a file without a sidecar
-    try:
-        working_folder = tempfile.TemporaryDirectory(dir=folder)
-    except OSError as error:
-        raise InputError(
-            f"out {folder}: nothing can be made in this folder ({error.strerror}); {OTHER_OUT}"
-        ) from error
-    return folder, Path(at_end.enter_context(working_folder))
-
-
-class _LazyEngine:
-    """An engine that is loaded when it is first asked for, and closed at the end."""
-
-    def __init__(self, model: "str | PreTrainedModel", request: Request, max_model_length: int):
-        self.model = model
-        self.request = request
-        self.max_model_length = max_model_length
-        self._engine: Engine | None = None
-
-    def get(self) -> Engine:
-        """The engine, loaded."""
-        if self._engine is None:
-            self._engine = engines.create_engine(self.model, self.request, self.max_model_length)
-        return self._engine
-
-    def __enter__(self) -> "_LazyEngine":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._engine is not None:
-            self._engine.close()  # vLLM's is a process of its own
+    return folder, Path(at_end.enter_context(tempfile.TemporaryDirectory(dir=folder)))
 
 
 @dataclass(frozen=True)
@@ -245,7 +207,7 @@ class _TaskFilling:
     task: ResolvedTask
     items: list[Item]
     model: str  # its name in records
-    engine: _LazyEngine
+    get_engine: Callable[[], Engine]
     progress: bool
 
     def fill(self, settings: Mapping[str, Any], working_folder: Path, folder: Path) -> Records:
@@ -299,17 +261,23 @@ class _TaskFilling:
         `self.items` (`fit_prompts`), and so is what the engine answers with.
         """
         finished_indices = {index for index, item in enumerate(self.items) if item.id in finished}
-        engine = self.engine.get()
-        store.keep_engine_settings(engine.describe(), engine.decisive_settings())
-        model = self.model
-        if finished:  # by another path it is the same model, or the store would refuse it
-            model = next(iter(finished.values()))["model"]
+        engine = self.get_engine()
+        store.keep_engine_settings(engine.describe())
+        # By another path it is the same model, or the store would refuse it.
+        first = next(iter(finished.values()), {"model": self.model})
         shared = {
-            "model": model,
+            "model": first["model"],
             "versions": {"calibeval": __version__, **engine.versions},
         }
         new: dict[str, RawRecord] = {}
-        with store.appending() as append, self._progress_bar(len(finished_indices)) as bar:
+        bar = tqdm(
+            total=len(self.items),
+            initial=len(finished_indices),
+            unit="question",
+            mininterval=BAR_SECONDS,
+            disable=not self.progress,
+        )
+        with store.appending() as append, bar:
             for index, logprobs in engine.score(grouped_jobs(self.items), finished_indices):
                 if index in finished_indices:
                     continue
@@ -319,15 +287,6 @@ class _TaskFilling:
                 new[item.id] = row
                 bar.update()
         return new
-
-    def _progress_bar(self, finished: int) -> tqdm:
-        return tqdm(
-            total=len(self.items),
-            initial=finished,
-            unit="question",
-            mininterval=BAR_SECONDS,
-            disable=not self.progress,
-        )
 
 
 def _settings_of_items(items: Sequence[Item]) -> dict[str, Any]:
@@ -368,16 +327,6 @@ def _tokens_digest(items: Iterable[Item]) -> str:
     return total.hexdigest()
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A question, and how many examples are to stand before it."""
-
-    index: int
-    subject: Subject
-    question: Question
-    shots: int
-
-
 def fit_prompts(
     subjects: list[Subject],
     task: Task,
@@ -401,49 +350,44 @@ def fit_prompts(
     chat_format = chat.of_task(task, tokenizer)
     mode = SCORING_MODES[task.scoring](tokenizer, chat_format)
     normalise = normaliser_of(task)
-    pending = _candidates(subjects, task)
+    asked = [(subject, question) for subject in subjects for question in subject.questions]
+    # How many examples are tried before each question that has no item yet, by its place.
+    pending = dict.fromkeys(range(len(asked)), task.shots)
     items: dict[int, Item] = {}
     while pending:
-        prompts = [mode.prompt(c.subject, c.question, c.shots) for c in pending]
+        prompts = [
+            mode.build(*asked[index], shots, chat_format) for index, shots in pending.items()
+        ]
         tokenized_prompts = mode.tokenize(prompts)
-        too_long = []
-        for candidate, prompt, tokenized in zip(pending, prompts, tokenized_prompts, strict=True):
+        too_long = {}
+        for index, prompt, tokenized in zip(pending, prompts, tokenized_prompts, strict=True):
             context = tuple(tokenized.context)
             length_after = mode.length_after_context(tokenized.branches)
             excess = 0
             if prompt_limit:
                 excess = max(len(context) + length_after - prompt_limit, 0)
-            if excess and candidate.shots:
-                too_long.append(replace(candidate, shots=candidate.shots - 1))
+            if excess and prompt.shots:
+                too_long[index] = prompt.shots - 1
                 continue
             if not context:
                 raise InputError(
-                    f"question {candidate.question.id}: no token stands before its choices: its "
+                    f"question {prompt.question.id}: no token stands before its choices: its "
                     f"context is {prompt.text!r}, and the tokenizer adds no start token; write a "
                     "context that is not empty"
                 )
             if excess >= len(context):
                 raise InputError(
-                    f"question {candidate.question.id}: its choices take {length_after} tokens, "
+                    f"question {prompt.question.id}: its choices take {length_after} tokens, "
                     f"but the model takes {prompt_limit}"
                 )
-            job = Job(candidate.index, context[excess:], tokenized.branches)
-            items[candidate.index] = Item(prompt, job, task.scoring, normalise, excess)
+            job = Job(index, context[excess:], tokenized.branches)
+            items[index] = Item(prompt, job, task.scoring, normalise, excess)
         pending = too_long
     _warn_of_dropped_examples(items, task, prompt_limit)
     _warn_of_truncated(items, prompt_limit)
     if chat_format is not None and not chat_format.takes_system:
         _warn_of_lost_headers(chat_format, subjects, mode)
     return [items[index] for index in sorted(items)]
-
-
-def _candidates(subjects: list[Subject], task: ResolvedTask) -> list[_Candidate]:
-    """All questions with all examples that the task wants."""
-    candidates: list[_Candidate] = []
-    for subject in subjects:
-        for question in subject.questions:
-            candidates.append(_Candidate(len(candidates), subject, question, task.shots))
-    return candidates
 
 
 def _warn_of_dropped_examples(

@@ -10,19 +10,15 @@ row is a variable, and `row` is the row as a whole, for columns such as `row['Be
 
 import os
 import re
-import resource
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal
 
 import jinja2
 import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from pydantic import BeforeValidator, Field
 
 from calibeval import yaml_text
@@ -63,22 +59,99 @@ def _without_brackets(text: str) -> str:
     return "\n".join(lines)
 
 
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        optimized=False,  # which would compute what is constant where the file is read, in no limit
-    )
-    del environment.globals["lipsum"]  # which makes texts of any length
-    environment.filters["int"] = int  # Jinja's own makes 0 of what is no number
-    environment.filters["clean_markers"] = clean_markers
-    environment.filters["clean_markers_as_lm_eval"] = clean_markers_as_lm_eval
-    return environment
+# What a template may be made of. It has no loops, assignments, products or formats: each part then
+# takes a time and a memory in proportion to what it is given, so a template is as bounded as the
+# number of its parts and the characters that it names.
+PARTS = (
+    *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.CondExpr),
+    *(nodes.Const, nodes.Name, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair),
+    *(nodes.Getattr, nodes.Getitem, nodes.Slice, nodes.Call, nodes.Filter, nodes.Test),
+    *(nodes.Keyword, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not),
+    *(nodes.Concat, nodes.Add, nodes.Sub, nodes.Div, nodes.Neg),
+)
+MOST_PARTS = 64
+MOST_CHARACTERS = 1 << 20  # of the columns that a template names, and of what `replace` makes
+METHODS = (
+    *("capitalize", "count", "endswith", "find", "get", "index", "lower", "lstrip", "partition"),
+    *("removeprefix", "removesuffix", "rstrip", "split", "splitlines", "startswith", "strip"),
+    *("title", "upper"),
+)
+MOST_STRIPPED = 100  # characters that `strip` is told, each of which it may compare with each
+JINJA_FILTERS = (
+    *("capitalize", "d", "default", "first", "float", "last", "length", "list", "lower", "reject"),
+    *("select", "string", "title", "upper"),
+)
+TESTS = (
+    *("==", "boolean", "defined", "eq", "equalto", "false", "float", "integer", "mapping", "ne"),
+    *("none", "number", "sequence", "string", "true", "undefined"),
+)
 
 
-ENVIRONMENT = _environment()
-FILLING_SECONDS = 5  # that a template may take for one row
-FILLING_BYTES = 1 << 30  # of memory that it may take
+def replace(text: Any, old: str, new: str) -> str:
+    """Text with all of `old` replaced; ValueError where that makes more than it may."""
+    text = str(text)
+    _refuse_longer(len(text) + text.count(old) * len(new))
+    return text.replace(old, new)
+
+
+def join(values: Iterable[Any], separator: str = "") -> str:
+    """The values' texts with a separator between them; ValueError as of `replace`."""
+    texts = [str(value) for value in values]
+    _refuse_longer(sum(map(len, texts)) + len(texts) * len(separator))
+    return separator.join(texts)
+
+
+def _refuse_longer(characters: int) -> None:
+    if characters > MOST_CHARACTERS:
+        raise ValueError(f"is of {characters:,} characters, and may be of {MOST_CHARACTERS:,}")
+
+
+@jinja2.pass_environment
+def map_items(
+    environment: jinja2.Environment,
+    values: Iterable[Any],
+    filter_name: str | None = None,
+    *,
+    attribute: str | int | None = None,
+) -> list[Any]:
+    """What one filter makes of each value, or one attribute of each.
+
+    Jinja's own `map` takes arguments for the filter, and so puts a long text in the place of each.
+    """
+    if filter_name is None:
+        return [environment.getitem(value, attribute) for value in values]
+    return [environment.call_filter(filter_name, value) for value in values]
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja of `PARTS`, `METHODS`, a few filters and tests, and no functions."""
+
+    def __init__(self) -> None:
+        super().__init__(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        self.globals.clear()
+        self.tests = {name: self.tests[name] for name in TESTS}
+        self.filters = {name: self.filters[name] for name in JINJA_FILTERS}
+        self.filters["int"] = int  # Jinja's own makes 0 of what is no number
+        self.filters["trim"] = lambda text: str(text).strip()
+        self.filters["replace"] = replace
+        self.filters["join"] = join
+        self.filters["map"] = map_items
+        self.filters["clean_markers"] = clean_markers
+        self.filters["clean_markers_as_lm_eval"] = clean_markers_as_lm_eval
+
+    def call(self, context: Any, method: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        """Call a method of a text, list or mapping, as each `x.method(…)` of a template does."""
+        if not isinstance(method, jinja2.Undefined):
+            name = getattr(method, "__name__", "")
+            owner = getattr(method, "__self__", None)
+            if type(owner) not in (str, list, tuple, dict) or name not in METHODS:
+                raise SecurityError(f"{name}() is not there; there are {', '.join(METHODS)}")
+            if name.endswith("strip") and any(len(text) > MOST_STRIPPED for text in arguments):
+                raise SecurityError(f"{name}() takes up to {MOST_STRIPPED} characters")
+        return super().call(context, method, *arguments, **keywords)
+
+
+ENVIRONMENT = _Environment()
 
 # What filling a template raises: Jinja's own errors, and those of the expressions in it.
 FILLING_ERRORS = (
@@ -105,44 +178,6 @@ class UnknownColumn(ValueError):
         self.column = column
 
 
-@contextmanager
-def _limits() -> Iterator[None]:
-    """Raise ValueError after `FILLING_SECONDS`, and MemoryError beyond `FILLING_BYTES`.
-
-    That holds in the main thread, in which commands fill templates, and of memory on Linux.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def give_up(number: int, frame: FrameType | None) -> None:
-        raise ValueError(f"takes more than {FILLING_SECONDS} s")
-
-    memory_limits = resource.getrlimit(resource.RLIMIT_AS)
-    previous_handler = signal.signal(signal.SIGALRM, give_up)
-    previous_timer = signal.setitimer(signal.ITIMER_REAL, FILLING_SECONDS)
-    try:
-        _limit_memory(memory_limits)
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, memory_limits)
-        signal.setitimer(signal.ITIMER_REAL, *previous_timer)
-        signal.signal(signal.SIGALRM, previous_handler)
-
-
-def _limit_memory(limits: tuple[int, int]) -> None:
-    """Let this process have `FILLING_BYTES` more than it has, within the limits that it has."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            pages = int(file.read().split()[0])
-    except OSError:  # no Linux
-        return
-    wanted = pages * resource.getpagesize() + FILLING_BYTES
-    soft, hard = limits
-    if soft == resource.RLIM_INFINITY or wanted < soft:
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-
-
 class Template:
     """A text with Jinja, whose value depends on variables."""
 
@@ -151,17 +186,23 @@ class Template:
         self._evaluate: Callable[..., Any]
         expression = EXPRESSION.fullmatch(text)
         try:
-            with _limits():
-                if expression is not None:
-                    self._evaluate = ENVIRONMENT.compile_expression(
-                        expression["expression"].strip(), undefined_to_none=False
-                    )
-                else:
-                    self._evaluate = ENVIRONMENT.from_string(text).render
+            tree = ENVIRONMENT.parse(text)
+            _refuse_parts(tree)
+            if expression is not None:
+                self._evaluate = ENVIRONMENT.compile_expression(
+                    expression["expression"].strip(), undefined_to_none=False
+                )
+            else:
+                self._evaluate = ENVIRONMENT.from_string(text).render
+        except jinja2.TemplateAssertionError as error:
+            names = ", ".join(sorted({*ENVIRONMENT.filters, *ENVIRONMENT.tests}))
+            raise ValueError(f"{error} There are {names}") from error
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"not Jinja: {error}") from error
         except (RecursionError, MemoryError, SyntaxError) as error:  # of the Python made of it
             raise ValueError("not Jinja: nested too deep, or too long") from error
+        self.variables = jinja2.meta.find_undeclared_variables(tree)
+        """The names of the variables that the text asks for."""
 
     def __call__(self, variables: Mapping[str, Any]) -> Any:
         """The value; one of `FILLING_ERRORS` where it cannot be made.
@@ -170,9 +211,13 @@ class Template:
         have what is asked of it. What an expression itself raises, such as a `TypeError`, passes
         through.
         """
+        named = [variables[name] for name in self.variables if name in variables]
+        if len(str(named)) > MOST_CHARACTERS:
+            raise ValueError(
+                f"{self.text!r}: what it names has more than {MOST_CHARACTERS:,} characters"
+            )
         try:
-            with _limits():
-                value = self._evaluate(variables)
+            value = self._evaluate(variables)
             if isinstance(value, jinja2.Undefined):
                 str(value)  # raises, and names the variable
         except jinja2.UndefinedError as error:
@@ -183,11 +228,6 @@ class Template:
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.text!r}: {error}") from error
         return value
-
-    @property
-    def variables(self) -> set[str]:
-        """The names of the variables that the text asks for."""
-        return jinja2.meta.find_undeclared_variables(ENVIRONMENT.parse(self.text))
 
     def _unknown_column(self, message: str) -> str | None:
         """The column that Jinja's message says is not there; None where it is about another value.
@@ -206,6 +246,23 @@ class Template:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Template":
         return self  # it never changes, and pydantic copies the defaults of fields
+
+
+def _refuse_parts(tree: nodes.Template) -> None:
+    """Raise ValueError for a template that has parts beyond `PARTS`, or too many."""
+    count = 0
+    parts: list[nodes.Node] = [tree]
+    while parts:
+        part = parts.pop()
+        count += 1
+        if not isinstance(part, PARTS):
+            raise ValueError(
+                f"{type(part).__name__}: a task's template has no loops, no assignments, and of "
+                "operators no *, %, // and **"
+            )
+        if count > MOST_PARTS:
+            raise ValueError(f"has more than {MOST_PARTS} names, texts and operators")
+        parts.extend(part.iter_child_nodes())
 
 
 def _template(value: Any) -> Any:
@@ -407,10 +464,11 @@ def default_data(task: str) -> str | None:
     source = read(task).data
     if source.path is not None:
         path = Path(task).parent / source.path
-        if leaves_folder(source.path):
+        folder = os.path.realpath(Path(task).parent)
+        if leaves_folder(source.path) or not Path(os.path.realpath(path)).is_relative_to(folder):
             raise InputError(
                 f"{task}: data.path: {source.path} lies outside the task file's folder and would "
-                f"be read: if you mean it, --data {path}"
+                f"be read: if you mean it, --data {os.path.realpath(path)}"
             )
         return str(path)
     return f"hub:{source.hub}" if source.hub is not None else None

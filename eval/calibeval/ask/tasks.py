@@ -6,13 +6,17 @@ What a task is stands in its file (`calibeval.ask.task_files`): the built-in one
 
 import csv
 import io
+import logging
 import os
 import re
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from calibeval import yaml_text
 from calibeval.ask import task_files
 from calibeval.ask.prompts import SCORING_MODES
 from calibeval.ask.questions import Headers, Question, Subject, questions_from_rows
@@ -24,11 +28,22 @@ from calibeval.ask.task_files import (
     Template,
     UnknownColumn,
 )
-from calibeval.io import LARGE_FILE, InputError, counted, json_lines, read_text
+from calibeval.io import (
+    LARGE_FILE,
+    InputError,
+    counted,
+    is_planted_link,
+    json_lines,
+    read_text,
+)
 from calibeval.validation import did_you_mean
 
 HUB = "hub:"  # begins the `data` of a task that is read from the Hugging Face hub
 HUB_NAME = re.compile(rf"{HUB}[\w-][\w.-]*/[\w-][\w.-]*")
+# Where the YAML of a README stands, as the hub finds it.
+CARD_HEAD = re.compile(r"^\s*---(\r\n|\r|\n)(?P<yaml>[\S\s]*?)(\r\n|\r|\n)---[ \t]*(\r\n|\n|$)")
+# The types of columns, as `datasets` calls them, that hold what they say.
+PLAIN_KINDS = {"Value", "List", "LargeList", "Sequence", "ClassLabel", "Json"}
 ANY_SUBJECT = "*"  # in the name of a file, for `glob`
 
 PlacedRow = tuple[str, dict[str, Any]]  # "path, line number", and the row
@@ -366,11 +381,15 @@ class _Reader:
             name = data.removeprefix(HUB)
         else:
             raise InputError(f"{data}: expected {HUB}owner/name, such as {HUB}cais/mmlu")
+        if not data.startswith(HUB):
+            _refuse_files_elsewhere(Path(data))
         try:
-            from datasets import load_dataset
+            import datasets
 
-            rows = load_dataset(name, config, split=hub_split, trust_remote_code=False)
-        except (ImportError, OSError, ValueError, KeyError) as error:
+            with _silent(datasets):
+                rows = datasets.load_dataset(name, config, split=hub_split, trust_remote_code=False)
+                rows = rows.select_columns(_columns_without_files(rows.features))
+        except Exception as error:  # the library raises errors of many kinds
             if data.startswith(HUB):
                 raise InputError(f"{data}: cannot be loaded from the hub: {error}") from error
             file_name = self._file_name(split).replace(ANY_SUBJECT, "<subject>")
@@ -380,6 +399,71 @@ class _Reader:
             ) from error
         for number, row in enumerate(rows):
             yield f"{data}, split {hub_split}, row {number}", source.completed(row)
+
+
+def _refuse_files_elsewhere(folder: Path) -> None:
+    """Raise `InputError` where a folder's card names data outside of it.
+
+    The folder may be anybody's: `datasets` would ask the addresses, and read the files. So would it
+    those that another user's links lead to.
+    """
+    for path in folder.rglob("*"):
+        if path.exists() and is_planted_link(path, path.stat()):
+            raise InputError(
+                f"{path}: another user's link to {path.resolve()}, which is yours: delete it"
+            )
+    for card in (folder / "README.md", folder / ".huggingface.yaml"):
+        if not os.path.lexists(card):
+            continue
+        text = read_text(card)
+        if card.suffix == ".md":
+            head = CARD_HEAD.search(text)
+            text = head["yaml"] if head is not None else ""
+        keys, _ = yaml_text.parse(text, str(card))
+        configs = keys.get("configs") if isinstance(keys, dict) else None
+        for place in _texts(configs):
+            parts = place.split("/")
+            is_address = "://" in place or "::" in place
+            if is_address or os.path.isabs(place) or place.startswith("~") or ".." in parts:
+                raise InputError(
+                    f"{card}: configs: {place} lies outside the folder and would be read: put the "
+                    "file there, and name it by its path in the folder"
+                )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in lists and mappings, without the mappings' keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _columns_without_files(features: Any) -> list[str]:
+    """The columns of texts, numbers, and lists and mappings of them.
+
+    Values of other kinds, such as pictures, may be names of files or addresses, which reading a row
+    would open.
+    """
+    kinds = {name: set(re.findall(r"\w+(?=\()", repr(kind))) for name, kind in features.items()}
+    return [name for name, of_column in kinds.items() if of_column <= PLAIN_KINDS]
+
+
+@contextmanager
+def _silent(datasets: Any) -> Iterator[None]:
+    """Keep `datasets` from printing remarks, which repeat what is in somebody's files."""
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
 
 
 def _is_hub_folder(folder: Path) -> bool:

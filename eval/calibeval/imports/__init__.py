@@ -33,21 +33,12 @@ from calibeval.validation import checked
 DATA_SET_NAME = re.compile(r"\w[\w.+=-]{0,199}")
 
 
-@dataclass(frozen=True)
-class _LoggedRow:
-    """A row of a record file, and where it was logged."""
-
-    log: Path
-    place: str
-    row: RawRecord
-
-
 @dataclass
 class _Target:
     """A record file to be written."""
 
     program: str
-    rows: list[_LoggedRow] = field(default_factory=list)
+    rows: list[tuple[str, RawRecord]] = field(default_factory=list)  # each with its place
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each log, by its name
     left_out: Counter[str] = field(default_factory=Counter)  # by the reason, of `LEFT_OUT`
     tells_of_chats: bool = True  # whether all its logs do
@@ -68,37 +59,19 @@ def convert(paths: list[Path], out: Path, epoch: int | None = None) -> dict[str,
         _add_log(path, out, targets, epoch)
     for file, target in targets.items():
         placed_records = [
-            (logged.place, checked(records.Record, logged.row, logged.place))
-            for logged in target.rows
+            (place, checked(records.Record, row, place)) for place, row in target.rows
         ]
-        _refuse_unlike_records(placed_records, target)
-        target.tied = records.joined(file, placed_records).tied  # refuses an id that is there twice
+        try:
+            # What could not be read as one file, or has an id twice, is refused.
+            joined = records.joined(file, placed_records, alike=records.ALIKE_IF_PROMPTS_UNKNOWN)
+        except InputError as error:
+            raise InputError(
+                f"{error}; ask all questions of a log alike, and give logs of others another --out"
+            ) from error
+        target.tied = joined.tied
     for file, target in targets.items():
         _write(file, target)
     return {str(file): len(target.rows) for file, target in targets.items()}
-
-
-def _refuse_unlike_records(
-    placed_records: list[tuple[str, records.Record]], target: _Target
-) -> None:
-    """Raise `InputError`, naming both places, where `records.read` would refuse the written file.
-
-    `placed_records` are those of the target's rows, in their order.
-    """
-    first_place, first = placed_records[0]
-    for logged, (place, record) in zip(target.rows, placed_records, strict=True):
-        for key in records.ALIKE_IF_PROMPTS_UNKNOWN:
-            value = getattr(record, key)
-            first_value = getattr(first, key)
-            if value == first_value:
-                continue
-            remedy = "give the logs of each another --out"
-            if logged.log == target.rows[0].log:
-                remedy = "ask all questions of this log alike"
-            raise InputError(
-                f"{place}: {key} {value!r}, but {first_place}: {key} {first_value!r}; "
-                f"expected the same in a record file; {remedy}"
-            )
 
 
 def _add_log(path: Path, out: Path, targets: dict[Path, _Target], epoch: int | None) -> None:
@@ -136,7 +109,7 @@ def _add_log(path: Path, out: Path, targets: dict[Path, _Target], epoch: int | N
             raise InputError(
                 f"{sample.place}: {problem}; expected {log_format.expected}"
             ) from error
-        target.rows.append(_LoggedRow(path, sample.place, {**row, **log.shared}))
+        target.rows.append((sample.place, {**row, **log.shared}))
     if left_out.total() == len(samples):
         raise InputError(
             f"{path}: none of {counted(len(samples), 'sample')} can be used: "
@@ -173,7 +146,7 @@ def _described_as_left_out(left_out: Counter[str]) -> str:
 
 def _write(file: Path, target: _Target) -> None:
     """Write a record file with its sidecar, and say so."""
-    rows = [logged.row for logged in target.rows]
+    rows = [row for _, row in target.rows]
     first = rows[0]
     settings: dict[str, Any] = {"engine": target.program, "samples": target.digests}
     if not target.tells_of_chats:

@@ -7,10 +7,9 @@ question that has the log-probability of each choice where the task's metric nee
 
 import hashlib
 import json
-import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,29 +19,35 @@ from calibeval.imports.logs import (
     Log,
     LogFormat,
     LogSample,
-    normaliser,
+    choice_fields,
     possible,
     split_task,
 )
-from calibeval.io import InputError, regular_file
+from calibeval.io import InputError, refuse_larger, regular_file
 from calibeval.records import RawRecord
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+MOST_UNPACKED = 1 << 30  # characters of a file of details
+ROWS_AT_ONCE = 16  # of a file of details, whose rows may be long
 
 
 def read_lighteval(path: Path) -> Log:
     """A file of details, which are one task's, in its order."""
     try:
         from pyarrow import ArrowException
-        from pyarrow.parquet import read_table
+        from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise InputError(
             f"{path}: {error}; `pip install pyarrow` gives what reads lighteval's files"
         ) from error
     try:
         with open(path, "rb", opener=regular_file) as file:
-            rows = read_table(file).to_pylist()
-        names = [row["doc"]["task_name"] for row in rows]
+            rows = _unpacked(path, ParquetFile(file))
         # "mmlu:anatomy|5" is the task mmlu:anatomy with five examples.
-        task = names[0].rpartition("|")[0].replace(":", "_") if names else ""
+        name = rows[0]["doc"]["task_name"] if rows else ""
+        task = name.rpartition("|")[0].replace(":", "_")
     except (ArrowException, OSError, *NOT_A_SAMPLE) as error:
         raise InputError(
             f"{path}: not lighteval's details ({' '.join(str(error).split())}); expected "
@@ -54,6 +59,27 @@ def read_lighteval(path: Path) -> Log:
     ]
     shared = {"model": _lighteval_model(path), "versions": {}}
     return Log(split_task(task)[0], shared, samples, tells_of_chats=False)
+
+
+def _unpacked(path: Path, file: "ParquetFile", most: int = MOST_UNPACKED) -> list[dict[str, Any]]:
+    """The file's rows; `InputError` where they have more than `most` characters.
+
+    A small file may unpack into any number of them. What it says of its size need not be true, and
+    of equal values it holds one, so the rows are measured too, one by one.
+    """
+    metadata = file.metadata
+    groups = range(metadata.num_row_groups)
+    refuse_larger(path, sum(metadata.row_group(group).total_byte_size for group in groups), most)
+    size = 0
+    rows: list[dict[str, Any]] = []
+    for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+        refuse_larger(path, batch.nbytes, most)
+        for number in range(batch.num_rows):
+            (row,) = batch.slice(number, 1).to_pylist()
+            size += len(str(row))
+            refuse_larger(path, size, most)
+            rows.append(row)
+    return rows
 
 
 def _lighteval_model(path: Path) -> str:
@@ -98,13 +124,8 @@ def lighteval_row(row: dict[str, Any], task: str) -> RawRecord:
     truncated = row["model_response"].get("truncated_tokens_count")
     if truncated:
         record["truncated"] = truncated
-    if [text.strip() for text in texts] == list(LETTERS[: len(texts)]):
-        record["letter_mass"] = math.fsum(map(math.exp, logprobs))
-        return record
-    record["scoring"] = "continuation"
-    record["normalise"] = normaliser(row["metric"])
-    record["bytes"] = [len(text.encode()) for text in texts]
-    record["characters"] = [len(text) for text in texts]
+    are_letters = [text.strip() for text in texts] == list(LETTERS[: len(texts)])
+    record.update(choice_fields(texts, logprobs, are_letters, row["metric"]))
     return record
 
 

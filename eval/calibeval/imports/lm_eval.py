@@ -5,7 +5,6 @@ question that has the log-probability of each choice after its prompt. `results_
 it knows the model, the examples and the versions.
 """
 
-import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,7 +22,7 @@ from calibeval.imports.logs import (
     Log,
     LogFormat,
     LogSample,
-    normaliser,
+    choice_fields,
     possible,
     split_task,
     versions_as_texts,
@@ -212,21 +211,15 @@ def lm_eval_row(
     if right != float(sample.get("acc", right)):
         raise ValueError(f"acc is {sample['acc']}, but {right} by log-probabilities and target")
     question_id, subject = _id_and_subject(sample, task)
-    row = {
+    are_letters = texts == list(LETTERS[:n_choices])
+    return {
         "id": question_id,
         "subject": subject,
         "label": label,
         "logprobs": logprobs,
         "prompt_sha256": sample.get("prompt_hash"),
+        **choice_fields(texts, logprobs, are_letters, sample),
     }
-    if texts == list(LETTERS[:n_choices]):
-        row["letter_mass"] = math.fsum(map(math.exp, logprobs))
-        return row
-    row["scoring"] = "continuation"
-    row["normalise"] = normaliser(sample)
-    row["bytes"] = [len(text.encode()) for text in texts]
-    row["characters"] = [len(text) for text in texts]
-    return row
 
 
 def _lm_eval_label(

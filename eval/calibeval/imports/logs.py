@@ -94,6 +94,20 @@ def normaliser(metrics: Mapping[str, Any]) -> Normaliser:
     return "bytes" if "acc_bytes" in metrics else "sum"
 
 
+def choice_fields(
+    texts: list[str], logprobs: list[float], are_letters: bool, metrics: Mapping[str, Any]
+) -> RawRecord:
+    """What a record holds of its choices: the letters' mass, or the texts' lengths."""
+    if are_letters:
+        return {"letter_mass": math.fsum(map(math.exp, logprobs))}
+    return {
+        "scoring": "continuation",
+        "normalise": normaliser(metrics),
+        "bytes": [len(text.encode()) for text in texts],
+        "characters": [len(text) for text in texts],
+    }
+
+
 def possible(logprobs: list[float]) -> list[float]:
     """The log-probabilities, with a finite one for choices of probability 0.
 

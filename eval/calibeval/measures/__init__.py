@@ -115,18 +115,21 @@ class Comparison(TypedDict):
 
 
 def evaluation_of(
-    records: RecordsLike, cluster: Cluster | None, parts: Collection[Part]
+    records: RecordsLike,
+    cluster: Cluster | None,
+    parts: Collection[Part],
+    metrics: Collection[str] | None = None,
 ) -> Evaluation:
     """The evaluation of some records, with these parts; that of a file is kept beside it.
 
     `cluster` is "subject" to resample whole subjects; of an `Evaluation` it was said when that was
-    made, and so were its parts.
+    made, and so were its parts and its metrics.
     """
     if isinstance(records, Evaluation):
         return records
     if isinstance(records, Records):
-        return measure(records, cluster, parts=parts)
-    return load(Path(records), cluster=cluster, parts=parts)
+        return measure(records, cluster, metrics, parts)
+    return load(Path(records), cluster=cluster, parts=parts, metrics=metrics)
 
 
 def summarize(
@@ -147,11 +150,7 @@ def summarize(
     subjects are resampled, of which there must be ten, and intervals hold for subjects like these.
     Records that cannot be used raise `InputError`.
     """
-    if metrics is not None and not isinstance(records, Evaluation):
-        scored = records if isinstance(records, Records) else record_files.read(Path(records))
-        evaluation = measure(scored, cluster, metrics, SUMMARY_PARTS)
-    else:
-        evaluation = evaluation_of(records, cluster, SUMMARY_PARTS)
+    evaluation = evaluation_of(records, cluster, SUMMARY_PARTS, metrics)
     estimates: dict[str, dict[str, Estimate]] = {}
     # `among` is a definition of confidence: "choices" or "vocabulary".
     for among in evaluation.confidences:

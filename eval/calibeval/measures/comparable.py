@@ -52,30 +52,22 @@ def same_questions(evaluations: Sequence[Evaluation], remedy: str = "") -> None:
 
 
 def _named_differences(first: Evaluation, second: Evaluation) -> str:
-    """Which questions two files do not share, by their first ids; nothing where a file is gone."""
-    labels = []
-    for evaluation in (first, second):
-        try:
-            scored = records.read(evaluation.path, evaluation.normalise)
-        except InputError:
-            return ""
-        labels.append(dict(zip(scored.ids, scored.labels.tolist(), strict=True)))
-    labels_of_first, labels_of_second = labels
-    parts = {
-        "the first alone has": [name for name in labels_of_first if name not in labels_of_second],
-        "the second alone has": [name for name in labels_of_second if name not in labels_of_first],
-        "other right answers:": [
-            name
-            for name, label in labels_of_first.items()
-            if labels_of_second.get(name, label) != label
-        ],
-    }
-    return "".join(f"; {words} {_first_ids(ids)}" for words, ids in parts.items() if ids)
-
-
-def _first_ids(ids: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, ids[:SHOWN_IDS]))
-    return f"{shown} and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else shown
+    """The first questions that two files do not share; nothing where a file is gone."""
+    try:
+        files = [records.read(one.path, one.normalise) for one in (first, second)]
+    except InputError:
+        return ""
+    asked_of_first, asked_of_second = (
+        dict.fromkeys(zip(file.ids, file.labels.tolist(), strict=True)) for file in files
+    )
+    # In the order of the files, once where both have it with other right answers.
+    names = dict.fromkeys(
+        name
+        for name, label in [*asked_of_first, *asked_of_second]
+        if (name, label) not in asked_of_first or (name, label) not in asked_of_second
+    )
+    shown = ", ".join(map(repr, [*names][:SHOWN_IDS]))
+    return f"; not the same: {len(names)} of them, such as {shown}"
 
 
 # What to do about questions that were asked or read otherwise, where two files are compared.

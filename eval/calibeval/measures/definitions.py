@@ -15,21 +15,16 @@ it may read), and give it a row in `_TABLE` at the end of this file. From there 
 For bin b of n_b of the N questions, w_b = n_b / N and Δ_b = accuracy − confidence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from calibeval.measures.bins import Binning, Bins
+from calibeval.measures.bins import Binning
 from calibeval.measures.samples import QuestionsApart, Sample, Scores
-from calibeval.measures.squared_error import (
-    SquareDraws,
-    debiased_square,
-    root_of_square,
-    square_draws,
-)
+from calibeval.measures.squared_error import debiased_square, root_of_square
 
 Better = Literal["higher", "lower", "neither"]  # which values of a metric are better
 Uncertainty = Literal["interval", "floor", "none"]
@@ -271,9 +266,6 @@ class Metric:
         is_mean: Whether it is a mean over the questions, of a value that each has by itself.
         right_answer_adds: What a right answer adds to this value at once, however probable it is.
         lowest, highest: The values that bound its interval.
-        square, square_draws: Given for an error that is averaged over seeds and compared by its
-            square, since roots differ irregularly near 0. They make the square of each sample's
-            bins, (R,), and its draws, from the bins as they are and resampled ones.
         difference: How tables print its difference.
     """
 
@@ -286,19 +278,12 @@ class Metric:
     right_answer_adds: int = 0
     lowest: float = -np.inf
     highest: float = np.inf
-    square: Callable[[Bins], np.ndarray] | None = None
-    square_draws: Callable[[Bins, Sequence[Bins]], SquareDraws] | None = None
     difference: "PrintedDifference | None" = None
 
     @property
     def name(self) -> str:
         """The metric's name in options, tables and JSON."""
         return self.function.__name__
-
-    @property
-    def is_compared_by_square(self) -> bool:
-        """Whether seeds are averaged, and differences taken, of the squared values."""
-        return self.square_draws is not None
 
     def draws(self, resampled: Sample) -> np.ndarray:
         """Compute the metric of resamples, (R,), from `Cells` where the questions are very many."""
@@ -411,8 +396,6 @@ _TABLE = (
         "debiased RMS",
         "Debiased RMS: the same less what finitely many answers add to it; bins of one answer, "
         "which do not tell that, are left out.",
-        square=debiased_square,
-        square_draws=square_draws,
         difference=PrintedDifference(
             heading="MSCE × 1000",
             note="MSCE: mean squared calibration error, the debiased RMS squared, in thousandths.",
@@ -434,7 +417,9 @@ _TABLE = (
 METRICS = {metric.name: metric for metric in _TABLE}
 WITH_INTERVAL = {n: metric for n, metric in METRICS.items() if metric.uncertainty == "interval"}
 WITH_FLOOR = {n: metric for n, metric in METRICS.items() if metric.uncertainty == "floor"}
-COMPARED_BY_SQUARE = {n: metric for n, metric in METRICS.items() if metric.is_compared_by_square}
+# What is averaged over seeds, and compared, by its square (`squared_error`), since roots differ
+# irregularly near 0.
+COMPARED_BY_SQUARE = {rms_debiased.__name__: METRICS[rms_debiased.__name__]}
 
 # The calibration error that figures draw over β, that † marks in tables, and that training logs.
 MAIN_ERROR = "ece"

@@ -9,20 +9,20 @@ What is resampled as a whole is a cluster; of records it is always a subject. A 
 or, where clusters are resampled, a cluster.
 """
 
-import base64
 import hashlib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+from pydantic import TypeAdapter
 from tqdm import tqdm
 from typing_extensions import assert_never
 
@@ -47,7 +47,7 @@ from calibeval.measures.definitions import (
     Metric,
 )
 from calibeval.measures.samples import ConfidenceDefinition, Sample
-from calibeval.measures.squared_error import SquareDraws
+from calibeval.measures.squared_error import Array, SquareDraws
 from calibeval.records import Records
 
 CONFIDENCES: tuple[ConfidenceDefinition, ...] = get_args(ConfidenceDefinition)
@@ -66,7 +66,6 @@ Cluster = Literal["subject"]  # what questions may be resampled by
 Part = Literal["draws", "floors", "curves"]
 PARTS: tuple[Part, ...] = get_args(Part)
 SUMMARY_PARTS: tuple[Part, ...] = ("draws", "floors")  # of estimates
-T = TypeVar("T")
 
 
 class TooFewClusters(InputError):
@@ -107,11 +106,11 @@ class Evaluation:
     values: dict[ConfidenceDefinition, dict[str, float | None]]
     floor_tests: dict[ConfidenceDefinition, dict[str, FloorTest]]  # of metrics that have a floor
     # Of metrics that have an interval: (R,) of R resamples.
-    draws: dict[ConfidenceDefinition, dict[str, np.ndarray]] = field(repr=False)
+    draws: dict[ConfidenceDefinition, dict[str, Array]] = field(repr=False)
     # Of metrics that are compared by their squares.
     squares: dict[ConfidenceDefinition, dict[str, SquareDraws]] = field(repr=False)
     # Of metrics that are means: (U,), as the function `unit_values` returns them.
-    unit_values: dict[ConfidenceDefinition, dict[str, np.ndarray]] = field(
+    unit_values: dict[ConfidenceDefinition, dict[str, Array]] = field(
         repr=False, default_factory=dict
     )
     # Of metrics that are compared by their squares: the square, before it is cut at 0.
@@ -151,13 +150,17 @@ class Evaluation:
         assert_never(self.cluster)
 
 
+KEPT_FORM: TypeAdapter[Evaluation] = TypeAdapter(Evaluation)
+
+
 def load(
     path: Path,
     normalise: str | None = None,
     cluster: Cluster | None = None,
     parts: Collection[Part] = PARTS,
+    metrics: Collection[str] | None = None,
 ) -> Evaluation:
-    """Return a record file's evaluation, which is kept beside it.
+    """Return a record file's evaluation, which is kept beside it unless some `metrics` are named.
 
     That is where the records are this user's, and no other's kept evaluation is read. The file is
     `<file>.stats.json`, with the options before the ending that were given, such as
@@ -170,28 +173,40 @@ def load(
         normalise: sum, bytes or characters; by default the records' convention.
         cluster: "subject" to resample whole subjects, not single questions.
         parts: What is wanted of what takes long.
+        metrics: As of `measure`.
 
     Raises:
         InputError: The records cannot be read; or TooFewClusters, of the same kind.
     """
     path = Path(path)
+    if metrics is not None:
+        return measure(record_files.read(path, normalise), cluster, metrics, parts)
     _check_options(cluster, parts)
     if path.is_file():
         refuse_larger(path, path.stat().st_size, LARGE_FILE)
     options = [option for option in (normalise, cluster) if option is not None]
     kept_path = path.with_name(".".join([path.name, *options, "stats.json"]))
-    key = [sha256(path), _sidecar_digest(path), code_digest(), *options]
+    sidecar = record_files.sidecar(path)
+    sidecar_digest = sha256(sidecar) if sidecar.is_file() else None
+    key = [sha256(path), sidecar_digest, code_digest(), *options]
     kept = _read_kept(kept_path, key, path)
     missing = [part for part in parts if kept is None or part not in kept.parts]
     if kept is not None and not missing:
         return kept
     evaluation = measure(record_files.read(path, normalise), cluster, parts=missing)
     if kept is not None:
-        evaluation = _with_parts_of(evaluation, kept)
+        evaluation = replace(
+            evaluation,
+            draws=evaluation.draws or kept.draws,
+            squares=evaluation.squares or kept.squares,
+            floor_tests=evaluation.floor_tests or kept.floor_tests,
+            reliability=evaluation.reliability or kept.reliability,
+        )
     if _is_own(path):
-        content = _to_json(evaluation)
+        content = KEPT_FORM.dump_json(evaluation).decode()
+        digest = hashlib.sha256(content.encode()).hexdigest()
         with suppress(InputError):  # a read-only folder only costs the time to compute it again
-            write_text(kept_path, json.dumps([key, _digest(content), content]))
+            write_text(kept_path, json.dumps([key, digest, content]))
     return evaluation
 
 
@@ -214,94 +229,15 @@ def _check_options(cluster: str | None, parts: Collection[str]) -> None:
             raise InputError(f"parts: no {part!r}; expected {', '.join(PARTS)}")
 
 
-def _with_parts_of(evaluation: Evaluation, other: Evaluation) -> Evaluation:
-    """An evaluation with the parts that it lacks from another one of the same records."""
-    return replace(
-        evaluation,
-        draws=evaluation.draws or other.draws,
-        squares=evaluation.squares or other.squares,
-        floor_tests=evaluation.floor_tests or other.floor_tests,
-        reliability=evaluation.reliability or other.reliability,
-    )
-
-
-def _sidecar_digest(path: Path) -> str | None:
-    """SHA-256 of a record file's sidecar, which says what the file must hold; None without one."""
-    sidecar = record_files.sidecar(path)
-    return sha256(sidecar) if sidecar.is_file() else None
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """SHA-256 of an evaluation as JSON has it, which reads back every number as it was."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
 def _read_kept(kept: Path, key: list[str | None], path: Path) -> Evaluation | None:
     """The evaluation that was kept under this key, unless what is kept is not what was written."""
     if not kept.is_file() or not _is_own(kept):
         return None
     with suppress(InputError, ValueError, TypeError):  # another version's or a damaged file
         known_key, digest, content = parse_json(read_text(kept))
-        if known_key == key and _digest(content) == digest:
-            return _from_json(content, path)
+        if known_key == key and hashlib.sha256(content.encode()).hexdigest() == digest:
+            return replace(KEPT_FORM.validate_json(content), path=path)
     return None
-
-
-def _to_json(evaluation: Evaluation) -> dict[str, Any]:
-    """An evaluation as JSON has it, without its path."""
-    content = {name: value for name, value in vars(evaluation).items() if name != "path"}
-    content["draws"] = _with_converted_values(_array_to_json, evaluation.draws)
-    content["squares"] = _with_converted_values(_square_to_json, evaluation.squares)
-    content["unit_values"] = _with_converted_values(_array_to_json, evaluation.unit_values)
-    return content
-
-
-def _array_to_json(values: np.ndarray) -> list[str]:
-    """An array as the name of its type and its bytes in base 64, short and quick to read."""
-    return [values.dtype.str, base64.b64encode(values.tobytes()).decode()]
-
-
-def _array_from_json(content: list[str]) -> np.ndarray:
-    dtype, text = content
-    return np.frombuffer(base64.b64decode(text), dtype)
-
-
-def _square_to_json(square: SquareDraws) -> dict[str, Any]:
-    return {
-        "noise_part": _array_to_json(square.noise_part),
-        "gap_part": _array_to_json(square.gap_part),
-    }
-
-
-def _square_from_json(content: dict[str, Any]) -> SquareDraws:
-    return SquareDraws(
-        noise_part=_array_from_json(content["noise_part"]),
-        gap_part=_array_from_json(content["gap_part"]),
-    )
-
-
-def _from_json(content: dict[str, Any], path: Path) -> Evaluation:
-    """The evaluation that `_to_json` wrote."""
-    converted = {
-        "confidences": tuple(content["confidences"]),
-        "floor_tests": _with_converted_values(
-            lambda test: FloorTest(*test), content["floor_tests"]
-        ),
-        "draws": _with_converted_values(_array_from_json, content["draws"]),
-        "squares": _with_converted_values(_square_from_json, content["squares"]),
-        "unit_values": _with_converted_values(_array_from_json, content["unit_values"]),
-    }
-    return Evaluation(path, **{**content, **converted})
-
-
-def _with_converted_values(
-    convert: Callable[[Any], T], by_confidence: Mapping[ConfidenceDefinition, Mapping[str, Any]]
-) -> dict[ConfidenceDefinition, dict[str, T]]:
-    """Values by confidence and then by metric, each converted."""
-    return {
-        among: {metric: convert(value) for metric, value in by_metric.items()}
-        for among, by_metric in by_confidence.items()
-    }
 
 
 @cache
@@ -452,11 +388,8 @@ def _wanted(table: Mapping[str, Metric], names: Collection[str] | None) -> dict[
 
 def squared_values(sample: Sample) -> dict[str, float]:
     """Metrics that are compared by their squares, squared, of the questions as they are."""
-    return {
-        name: float(metric.square(sample.bins)[0])
-        for name, metric in COMPARED_BY_SQUARE.items()
-        if metric.square is not None
-    }
+    square = float(squared_error.debiased_square(sample.bins)[0])
+    return dict.fromkeys(COMPARED_BY_SQUARE, square)
 
 
 def unit_values(sample: Sample, clusters: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -524,10 +457,10 @@ def resampled_metrics(
     squares: dict[ConfidenceDefinition, dict[str, SquareDraws]] = {}
     for among, sample in observed.items():
         draws[among] = {name: np.concatenate(parts) for name, parts in drawn[among].items()}
-        squares[among] = {}
-        for name, metric in compared_by_square.items():
-            assert metric.square_draws is not None  # which puts it into this table
-            squares[among][name] = metric.square_draws(sample.bins, drawn_bins[among])
+        squares[among] = {
+            name: squared_error.square_draws(sample.bins, drawn_bins[among])
+            for name in compared_by_square
+        }
     return draws, squares
 
 

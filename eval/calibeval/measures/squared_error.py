@@ -39,11 +39,14 @@ where one model is over-confident and the other under-confident, their parts in 
 factor for each model would lose that.
 """
 
+import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import PlainSerializer, PlainValidator
 
 from calibeval.measures.bins import Bins
 
@@ -64,6 +67,20 @@ def debiased_square(bins: Bins) -> np.ndarray:
     return np.where(bins.count > 1, terms, 0).sum(1)
 
 
+def _array_to_json(values: np.ndarray) -> list[str]:
+    """An array as the name of its type and its bytes in base 64, short and quick to read."""
+    return [values.dtype.str, base64.b64encode(values.tobytes()).decode()]
+
+
+def _array_from_json(content: list[str]) -> np.ndarray:
+    dtype, text = content
+    return np.frombuffer(base64.b64decode(text), dtype)
+
+
+# An array that `evaluations` keeps as JSON.
+Array = Annotated[np.ndarray, PlainValidator(_array_from_json), PlainSerializer(_array_to_json)]
+
+
 @dataclass(frozen=True)
 class SquareDraws:
     """What resamples of the squared error read, in the parts that this module's docstring derives.
@@ -73,8 +90,8 @@ class SquareDraws:
         gap_part: B + D of each resample, (R,).
     """
 
-    noise_part: np.ndarray
-    gap_part: np.ndarray
+    noise_part: Array
+    gap_part: Array
 
 
 def square_draws(observed: Bins, resampled: Sequence[Bins]) -> SquareDraws:

@@ -7,7 +7,7 @@
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from calibeval.records import RawRecord, Record
 from calibeval.validation import checked
 
 ENGINE_SETTINGS = "engine_settings"
+# What of an engine's settings all records of a file must share: its kind and its precision. Others,
+# such as the device, may change.
+DECISIVE_OF_ENGINES = ("engine", "dtype", "head_dtype")
 # The settings of the engines that made the first records, where another has made the last ones.
 EARLIER_ENGINES = "earlier_engine_settings"
 
@@ -27,7 +30,6 @@ EARLIER_ENGINES = "earlier_engine_settings"
 #     a setting in …       is refused where it differs from the existing file's …
 #     NEVER_COMPARED       never: the digests tell
 #     SETTLED_BY_DIGESTS   unless all DIGESTS_AND_NORMALISER are known and equal
-#     MAY_BE_ABSENT        unless the existing file's settings lack it
 #     revision             unless the model's digest is known and the same
 #     dtype                unless it is the dtype that the existing file's engine loaded
 #     any other            always
@@ -61,10 +63,6 @@ DIGESTS_AND_NORMALISER = (
     "ids_sha256",
     "tokens_sha256",
 )
-# Settings that sidecars of earlier versions lack; what these were made with is not known then. The
-# digest of the prompts is not among them: without it nothing would tell that the questions are the
-# same ones.
-MAY_BE_ABSENT = ("normalise", "chat_template_sha256", "ids_sha256", "tokens_sha256")
 # What differs where a digest does, if it has no setting of its own to be told by.
 DIFFERENCES = {
     "prompts_sha256": "other questions or examples, or other words around them",
@@ -91,25 +89,20 @@ class Store:
         existing = self.out if self.out.exists() else self.part
         if not existing.exists():
             return
-        of_sidecar = earlier_settings(existing)
-        # The records tell some of what the sidecars of earlier versions lack.
-        earlier = {**_settings_of_records(existing), **of_sidecar}
+        earlier = earlier_settings(existing)
         _refuse_other_settings(earlier, settings, existing)
-        self.settings[ENGINE_SETTINGS] = of_sidecar.get(ENGINE_SETTINGS)
-        if EARLIER_ENGINES in of_sidecar:
-            self.settings[EARLIER_ENGINES] = of_sidecar[EARLIER_ENGINES]
+        self.settings[ENGINE_SETTINGS] = earlier.get(ENGINE_SETTINGS)
+        if EARLIER_ENGINES in earlier:
+            self.settings[EARLIER_ENGINES] = earlier[EARLIER_ENGINES]
 
     def finished(self) -> dict[str, RawRecord]:
         """The whole records of what was made so far, by the question's id.
 
-        All have the first one's name of the model: the digest of the weights, which the settings
-        hold, has told that another path leads to the same model. A record that scoring did not
-        write raises `InputError`.
+        A record that scoring did not write raises `InputError`.
         """
         if not self.part.exists():
             return {}
         rows: dict[str, RawRecord] = {}
-        model: str | None = None
         for record, row in _whole_records(self.part):
             for key in WRITTEN_BY_SCORING:
                 if key not in row:
@@ -117,28 +110,28 @@ class Store:
                         f"{self.part}, question {record.id}: no {key!r}, which scoring writes into "
                         "every record; delete that line, and its question is scored again"
                     )
-            if model is None:
-                model = record.model
-            rows.setdefault(record.id, {**row, "model": model})
+            rows.setdefault(record.id, row)
         if rows:
             self._refuse_rows_of_two_scorings(rows.values())
         return rows
 
-    def keep_engine_settings(
-        self, engine_settings: dict[str, Any], decisive_names: Collection[str]
-    ) -> None:
+    def keep_engine_settings(self, engine_settings: dict[str, Any]) -> None:
         """Write the loaded engine's settings beside the unfinished records.
 
         What `dtype=auto` comes to is known only when the engine is loaded. Where finished records
-        were made with another value of a setting in `decisive_names`, `InputError` names both.
+        were made with another value of a setting in DECISIVE_OF_ENGINES, `InputError` names both.
         Where another setting differs, such as the device, the sidecar tells both engines.
         """
         earlier = self.settings.get(ENGINE_SETTINGS) or {}
-        # An earlier version of the engine may not have written all of them.
-        decisive = {name: engine_settings[name] for name in decisive_names if name in earlier}
-        # Another dtype is refused here, as it must be. The table's rule for `dtype`, which asks
-        # what "auto" has come to, does not apply, since `earlier` lacks the key ENGINE_SETTINGS.
-        _refuse_other_settings(earlier, decisive, self.part)
+        if earlier:
+            # Another dtype is refused here, as it must be. The table's rule for `dtype`, which asks
+            # what "auto" has come to, does not apply: `earlier` lacks the key ENGINE_SETTINGS.
+            decisive = {
+                name: engine_settings[name]
+                for name in DECISIVE_OF_ENGINES
+                if name in engine_settings
+            }
+            _refuse_other_settings(earlier, decisive, self.part)
         if earlier and earlier != engine_settings:
             self.settings[EARLIER_ENGINES] = [*self.settings.get(EARLIER_ENGINES, []), earlier]
         self.settings[ENGINE_SETTINGS] = engine_settings
@@ -208,15 +201,6 @@ def _whole_records(file: Path) -> Iterator[tuple[Record, RawRecord]]:
                 yield checked(Record, row, where=""), row
 
 
-def _settings_of_records(file: Path) -> dict[str, Any]:
-    """The settings that a file's records tell by themselves; none where it has no whole record."""
-    for record, _ in _whole_records(file):
-        # A record's `chat_template` is a digest. The option of that name, a name or a file, is in
-        # the settings only.
-        return {"normalise": record.normalise, "chat_template_sha256": record.chat_template}
-    return {}
-
-
 def part_of(out: Path) -> Path:
     """Where finished records are until all are."""
     return out.with_name(out.name + ".part")
@@ -239,10 +223,10 @@ def _says_the_same(key: str, earlier: Mapping[str, Any], wanted: Mapping[str, An
     value = wanted[key]
     if key in NEVER_COMPARED or earlier.get(key) == value:
         return True
-    if key in MAY_BE_ABSENT:
-        return key not in earlier
     if key in SETTLED_BY_DIGESTS:
-        return _has_same_digests_and_normaliser(earlier, wanted)
+        return all(
+            name in earlier and earlier[name] == wanted.get(name) for name in DIGESTS_AND_NORMALISER
+        )
     if key == "revision":  # a branch is the commit that it leads to, which the digest is
         digest = wanted.get("model_digest")
         return digest is not None and digest == earlier.get("model_digest")
@@ -251,38 +235,15 @@ def _says_the_same(key: str, earlier: Mapping[str, Any], wanted: Mapping[str, An
     return False
 
 
-def _has_same_digests_and_normaliser(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether these are all known, and the same."""
-    for key in DIGESTS_AND_NORMALISER:
-        if key not in earlier or key not in wanted or earlier[key] != wanted[key]:
-            return False
-    return True
-
-
 def _difference(key: str, earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """How two scorings differ in a setting, for a message."""
     if key in DIFFERENCES:
         return DIFFERENCES[key]
-    if key == "chat_template_sha256":
-        return _difference_of_chats(earlier, wanted)
+    if key == "chat_template_sha256":  # the user gave a name or a file, not its digest
+        key = "chat_template"
     first = earlier.get(key)
-    second = wanted[key]
-    if key == "dtype" and first == "auto":
-        loaded = (earlier.get(ENGINE_SETTINGS) or {}).get("dtype")
-        if loaded is not None:
-            return (
-                f"dtype 'auto', which came to {loaded!r} (now {second!r}; --dtype auto or --dtype "
-                f"{loaded} goes on)"
-            )
-    if key == "dtype" and second == "auto":
-        return f"dtype {first!r} (now 'auto', which may be another; --dtype {first} goes on)"
-    return f"{key} {first!r} (now {second!r})"
-
-
-def _difference_of_chats(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """How the chat templates of two scorings differ, as the user gave them."""
-    first = earlier.get("chat_template")
-    second = wanted.get("chat_template")
+    second = wanted.get(key)
     if first == second:
-        return f"another text of chat_template {first!r}"
-    return f"chat_template {first!r} (now {second!r})"
+        return f"another text of {key} {first!r}"
+    remedy = f"; --dtype {first} goes on" if key == "dtype" else ""
+    return f"{key} {first!r} (now {second!r}{remedy})"

@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SPLIT_SEED = 0
+# Fields of `Check` that JSON knows by another name.
+JSON_NAMES = {
+    "change_of_accuracy": "accuracy",
+    "change_by_tuning": "worsened",
+    "change_by_temperature": "mended",
+}
 FEWEST_QUESTIONS = 2 * scaling.FEWEST_ANSWERS
 ERRORS = ("ece", "rms_debiased")  # the ECE with its floor, and the squared error with its draws
 TICKS = (0, 0.5, 1)
@@ -106,21 +112,12 @@ class Reading:
     surplus: Estimate
     verdict: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the numbers and the verdict as JSON has them."""
-        return {
-            "ece": self.ece.as_dict(),
-            "surplus": self.surplus.as_dict(),
-            "verdict": self.verdict,
-        }
-
 
 @dataclass(frozen=True)
 class Check:
     """What was found of two models.
 
-    A further field is filled by `check`, printed by `as_dict`, under a name that JSON keeps, and
-    told by `sentences`.
+    A further field is filled by `check` and told by `sentences`.
 
     Attributes:
         before, after: The readings by definition of confidence.
@@ -158,23 +155,18 @@ class Check:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers and sentences as JSON has them."""
-        change_by_temperature = None
-        if self.change_by_temperature is not None:
-            change_by_temperature = self.change_by_temperature.as_dict()
-        return {
-            "before": {name: reading.as_dict() for name, reading in self.before.items()},
-            "after": {name: reading.as_dict() for name, reading in self.after.items()},
-            "accuracy": self.change_of_accuracy.as_dict(),
-            "worsened": {name: change.as_dict() for name, change in self.change_by_tuning.items()},
-            "letter_masses": list(self.letter_masses),
-            "temperatures": None if self.temperatures is None else list(self.temperatures),
-            "cooled_ece": self.cooled_ece,
-            "cooled_floor": self.cooled_floor,
-            "mended": change_by_temperature,
-            "validation_split": self.validation_split,
-            "temperature_applied": self.temperature_applied,
-            "sentences": self.sentences,
-        }
+        return {JSON_NAMES.get(name, name): _plain(value) for name, value in vars(self).items()}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has of a value: of a reading or an estimate a dictionary."""
+    if isinstance(value, Estimate):
+        return value.as_dict()
+    if isinstance(value, Reading):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None) -> Check:
@@ -490,11 +482,7 @@ def validation_split(file: Path) -> str | None:
 
 def temperature_applied(file: Path) -> float | None:
     """The temperature that a record file's answers are at, as `calibeval temperature` writes it."""
-    applied = record_files.meta(file).get("temperature")
-    if not isinstance(applied, dict):
-        return None
-    temperature = applied.get("temperature")
-    return float(temperature) if isinstance(temperature, (int, float)) else None
+    return (record_files.meta(file).get("temperature") or {}).get("temperature")
 
 
 def draw(by_model: dict[str, Evaluation]) -> "Figure":
@@ -502,15 +490,14 @@ def draw(by_model: dict[str, Evaluation]) -> "Figure":
 
     A legend below tells the lines and bands apart.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     from calibeval.report import figures
 
     confidences = [
         name for name in AMONG_WORDS if all(name in e.confidences for e in by_model.values())
     ]
-    with matplotlib.rc_context(figures.STYLE):
+    with figures.style():
+        from matplotlib.figure import Figure
+
         canvas = Figure((5.0, 3.0 * len(confidences)), layout="constrained")
         panels = canvas.subplots(
             len(confidences), len(by_model), sharex=True, sharey=True, squeeze=False

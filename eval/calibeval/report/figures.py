@@ -3,10 +3,11 @@
 Each is an SVG for the page and a PNG for slides, 17.5 cm wide, a page's width.
 """
 
+import contextlib
 import hashlib
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,8 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "svg.hashsalt": "calibeval",  # the same SVG every time
+    # Names of data sets and models are texts: between two dollars would be a formula.
+    "text.parse_math": False,
 }
 
 
@@ -69,13 +72,23 @@ def color(beta: float | None) -> tuple[float, ...]:
     return colormaps["viridis"](np.interp(beta, (0, 0.5), SHADES))[:3]
 
 
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """Let figures be drawn in `STYLE`, whatever a `matplotlibrc` of the current folder says.
+
+    That folder may be anybody's, and matplotlib reads the file when it is imported.
+    """
+    with contextlib.chdir("/"):
+        import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        yield
+
+
 def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
     """Draw every figure that there are data for into `out`; return each .svg with its caption."""
-    import matplotlib
-
     captions = []
-    # Names of data sets and models are texts: between two dollars would be a formula.
-    with matplotlib.rc_context({**STYLE, "text.parse_math": False}):
+    with style():
         for data_set in results.data_sets:
             for drawing in _drawings(results, data_set):
                 _save(drawing, out)
@@ -185,7 +198,7 @@ def reliability_diagrams(
     one_model = len({row.setting["model"] for row in rows}) == 1
     for axis, row in zip(axes.flat, rows, strict=False):
         draw_curves(axis, mean_curves(row, data_set, among), color(row.beta))
-        name = row.name_without("model") if one_model else row.name()
+        name = row.name("model") if one_model else row.name()
         name = textwrap.fill(name, NAME_WIDTH, max_lines=NAME_LINES, placeholder=" …")
         axis.set_title(f"{name}\n{_title_values(row, data_set, among)}", pad=3)
         axis.set_aspect("equal")
@@ -246,7 +259,7 @@ def error_over_beta(
     tuned = sorted((row for row in rows if row.beta is not None), key=lambda row: row.beta or 0)
     rows_of_line: dict[str, list[TableRow]] = {}
     for row in tuned:
-        name = row.name_without("label_smoothing") or row.setting["model"]
+        name = row.name("label_smoothing") or row.setting["model"]
         rows_of_line.setdefault(name, []).append(row)
     canvas = _canvas(6)
     panels = canvas.subplots(1, len(rows_with), sharey=True, squeeze=False)[0]
@@ -262,7 +275,7 @@ def error_over_beta(
         for place, row in enumerate(bases):
             value = row.estimate(data_set, MAIN_ERROR, among).value
             style = BASE_STYLES[place % len(BASE_STYLES)]
-            name = row.name_without("label_smoothing") or row.setting["model"]
+            name = row.name("label_smoothing") or row.setting["model"]
             label = f"{name}, before fine-tuning"
             axis.axhline(value, color=GREY, ls=style, lw=1, label=label)
         axis.set_title(f"{data_set}, confidence {AMONG_WORDS[among]}", pad=4)

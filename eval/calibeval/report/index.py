@@ -65,18 +65,13 @@ class Entry(BaseModel, strict=True, extra="allow"):
     __pydantic_extra__: dict[str, Scalar]
 
     @model_validator(mode="after")
-    def _has_columns_of_its_own(self) -> "Entry":
-        for name in self.__pydantic_extra__:
+    def _has_keys_that_may_be_columns(self) -> "Entry":
+        for name, value in self.__pydantic_extra__.items():
             if name in RESERVED_COLUMNS:
                 raise ValueError(
                     f"{name!r} is a column of figures in table.csv; give the key another name, "
                     f"such as 'train_{name}'"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _is_text_or_number(self) -> "Entry":
-        for name, value in self.__pydantic_extra__.items():
             if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
                 raise ValueError(f"{name}: expected a number below {LARGEST_INTEGER:.3g}")
             if isinstance(value, str) and not is_unicode(value):
@@ -153,16 +148,11 @@ class TableRow:
             return self.short_names.get(value, value)
         return str(value)
 
-    def name(self) -> str:
-        """Return what tells the row from others, for titles and legends: "1.5B, β = 0.1"."""
-        return self.name_without()
+    def name(self, *left_out_keys: str) -> str:
+        """Return what tells the row from others, such as "1.5B, β = 0.1", less what some keys say.
 
-    def name_in_block(self) -> str:
-        """Return the row's name, less what its block says of it."""
-        return self.name_without(*BLOCK_KEYS)
-
-    def name_without(self, *left_out_keys: str) -> str:
-        """Return the row's name, less what some keys say of it."""
+        Titles and legends have it.
+        """
         parts = []
         for key in self.shown:
             value = self.setting.get(key)
@@ -196,6 +186,14 @@ class Results:
     rows: list[TableRow]
     data_sets: list[str]
     shown: tuple[str, ...]
+
+    @property
+    def evaluations(self) -> dict[str, list[Evaluation]]:
+        """All rows' evaluations by data set, in the order of the rows and of their seeds."""
+        return {
+            data_set: [found for row in self.rows for found in row.evaluations_of(data_set)]
+            for data_set in self.data_sets
+        }
 
     def reference(self, row: TableRow) -> TableRow | None:
         """Return the row that `row` is compared with: β = 0 without a calibrator, otherwise alike.

@@ -35,6 +35,15 @@ from calibeval.report.index import BLOCK_KEYS, Results, Scalar, TableRow, headin
 ARROWS = {"higher": "↑", "lower": "↓", "neither": ""}
 MISSING = "–"
 SEEDS_HEAD = "Seeds"  # over the column of `Line.seeds`
+# What a table of differences shows.
+DIFFERENCE_NOTE = (
+    "Each number is the row's value minus that at β = 0 of the same setting, without a "
+    "calibrator. With it stands the 95 % interval, over the same resamples of the {resampled} "
+    "for both sides. The seeds of a row say how many runs were compared: 3 are three runs "
+    "minus the three of the same seeds at β = 0, 1 is one run minus one run, and 1 − 3 is one "
+    "run minus the mean of three. Where a side has two seeds or more, the interval also "
+    "covers how much they differ; of a single run it covers the {resampled} alone."
+)
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # of a cell that a spreadsheet computes
 
 
@@ -123,14 +132,12 @@ class Line:
     """A line of a printed table, which shows a `TableRow`.
 
     Attributes:
-        row: What it shows.
-        labels: The row's values of the keys that are columns, at the left.
+        row: What it shows, with the values of the keys that are columns, at the left.
         seeds: How many evaluations the line is of, as its column says it.
         cells: The estimates.
     """
 
     row: TableRow
-    labels: list[str]
     seeds: str
     cells: list[Cell]
 
@@ -139,7 +146,7 @@ class Line:
 class Table:
     """Headings and lines, ready for Markdown and HTML."""
 
-    label_heads: list[str]  # over each line's `labels`
+    shown: tuple[str, ...]  # the keys that are columns, at the left
     data_sets: list[str]  # each stands over all of `heads`
     heads: list[str]
     lines: list[Line]
@@ -149,8 +156,7 @@ class Table:
         """Return the headings of what the page has at the left of each row.
 
         That is the row's name within its block, and its seeds; the block has a row of its own."""
-        in_block = [heading(key) for key in BLOCK_KEYS]
-        heads = [head for head in self.label_heads if head not in in_block]
+        heads = [heading(key) for key in self.shown if key not in BLOCK_KEYS]
         return ", ".join([*heads, SEEDS_HEAD])
 
     def frame(self, with_bold: bool = True) -> pd.DataFrame:
@@ -158,11 +164,11 @@ class Table:
         heads = [f"{data_set}: {head}" for data_set, head in product(self.data_sets, self.heads)]
         rows = []
         for line in self.lines:
-            labels = [one_line(label) for label in line.labels]
+            labels = [one_line(line.row.text(key)) for key in self.shown]
             cells = line.cells if with_bold else [replace(cell, bold=False) for cell in line.cells]
             rows.append([*labels, line.seeds, *map(str, cells)])
-        columns = [one_line(head) for head in (*self.label_heads, SEEDS_HEAD, *heads)]
-        return pd.DataFrame(rows, columns=columns)
+        columns = [*map(heading, self.shown), SEEDS_HEAD, *heads]
+        return pd.DataFrame(rows, columns=[one_line(column) for column in columns])
 
     def markdown(self) -> str:
         """Return it as GitHub Markdown, with its notes below."""
@@ -209,36 +215,17 @@ def main_table(results: Results, chosen: Sequence[Column]) -> Table:
             if column.metric == MAIN_ERROR and p is not None and p > SIGNIFICANCE:
                 cell = replace(cell, value=f"{cell.value}†")
             cells.append(cell)
-        lines.append(Line(row, _labels(row, results), _seed_count(row), cells))
+        # How many evaluations the row has, "1–3" where data sets have from one to three.
+        counts = [len(evaluations) for evaluations in row.evaluations.values()]
+        seeds = "–".join(map(str, dict.fromkeys((min(counts), max(counts)))))
+        lines.append(Line(row, seeds, cells))
     heads = [column.heading for column in chosen]
-    return Table(_label_heads(results), results.data_sets, heads, lines, notes(results, chosen))
-
-
-def _labels(row: TableRow, results: Results) -> list[str]:
-    """A row's values of the keys that are columns."""
-    return [row.text(key) for key in results.shown]
-
-
-def _label_heads(results: Results) -> list[str]:
-    """The headings of these columns."""
-    return [heading(key) for key in results.shown]
-
-
-def _seed_count(row: TableRow) -> str:
-    """How many evaluations a row has, "1–3" where data sets have from one to three."""
-    counts = sorted({len(evaluations) for evaluations in row.evaluations.values()})
-    fewest_and_most = dict.fromkeys((counts[0], counts[-1]))
-    return "–".join(map(str, fewest_and_most))
+    return Table(results.shown, results.data_sets, heads, lines, notes(results, chosen))
 
 
 def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
     """Return what the columns mean, in sentences."""
-    evaluations_of = {
-        data_set: [
-            evaluation for row in results.rows for evaluation in row.evaluations_of(data_set)
-        ]
-        for data_set in results.data_sets
-    }
+    evaluations_of = results.evaluations
     counts = ", ".join(
         f"{data_set} {evaluations[0].questions:,}"
         for data_set, evaluations in evaluations_of.items()
@@ -277,19 +264,6 @@ def _resampled(evaluations_of: dict[str, list[Evaluation]]) -> str:
     if None not in clusters:
         return "subjects"
     return "questions or subjects"
-
-
-def _difference_note(resampled: str) -> str:
-    """What a table of differences shows, of intervals over `resampled`."""
-    return (
-        "Each number is the row's value minus that at β = 0 of the same setting, without a "
-        f"calibrator. With it stands the 95 % interval, over the same resamples of the {resampled} "
-        "for both sides. The seeds of a row say how many runs were compared: 3 are three runs "
-        "minus the three of the same seeds at β = 0, 1 is one run minus one run, and 1 − 3 is one "
-        "run minus the mean of three. Where a side has two seeds or more, the interval also "
-        "covers how much they differ; of a single run it covers the "
-        f"{resampled} alone."
-    )
 
 
 def _coverage(evaluations_of: dict[str, list[Evaluation]]) -> list[str]:
@@ -342,43 +316,29 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
             p_values.append(stats.p_of_comparison(column.metric, found))
             cells.append(difference_cell(found, column.metric))
         counts = dict.fromkeys(pairing.count for pairing in pairings.values() if pairing.count)
-        lines.append(Line(row, _labels(row, results), ", ".join(counts), cells))
+        lines.append(Line(row, ", ".join(counts), cells))
     if not lines:
         return None
     heads = [column.difference_heading for column in columns]
-    evaluations_of = {
-        data_set: [
-            evaluation for row in results.rows for evaluation in row.evaluations_of(data_set)
-        ]
-        for data_set in results.data_sets
-    }
-    about = [_difference_note(_resampled(evaluations_of))]
+    evaluations_of = results.evaluations
+    about = [DIFFERENCE_NOTE.format(resampled=_resampled(evaluations_of))]
     for name in dict.fromkeys(column.metric for column in columns):
         difference = METRICS[name].difference
         if difference is not None:
             about.append(difference.note)
-    about += [_family_note(p_values), *_coverage(evaluations_of)]
-    bold_lines = _with_bold(lines, stats.holm(p_values))
-    return Table(_label_heads(results), results.data_sets, heads, bold_lines, about)
-
-
-def _with_bold(lines: Sequence[Line], survives: Sequence[bool]) -> list[Line]:
-    """The lines with those cells in bold, all lines' one after another, that survive."""
-    bold = iter(survives)
-    return [
-        replace(line, cells=[replace(cell, bold=next(bold)) for cell in line.cells])
-        for line in lines
-    ]
-
-
-def _family_note(p_values: Sequence[float | None]) -> str:
-    """How many comparisons a table makes, and what bold means among so many."""
     count = sum(p is not None for p in p_values)
-    return (
+    about.append(
         f"Bold: differs from 0 after Holm's correction for the {counted(count, 'comparison')} of "
         "this table: 5 % is the probability of one false finding or more among them. An interval "
         "that leaves out 0 says so of its own cell alone."
     )
+    about += _coverage(evaluations_of)
+    bold = iter(stats.holm(p_values))  # of the cells of all lines, one after another
+    bold_lines = [
+        replace(line, cells=[replace(cell, bold=next(bold)) for cell in line.cells])
+        for line in lines
+    ]
+    return Table(results.shown, results.data_sets, heads, bold_lines, about)
 
 
 def _difference_columns(chosen: Sequence[Column]) -> list[Column]:
@@ -526,14 +486,12 @@ def write(
         write_text(out / f"{name}.md", table.markdown())
         write_text(out / f"{name}.tex", table.latex())
     write_text(out / "table.csv", csv_table(tidy(results)))
-    drawn = [(caption, _data_uri(path)) for path, caption in figures.draw(results, out)]
+    drawn = []
+    for path, caption in figures.draw(results, out):
+        content = b64encode(path.read_bytes()).decode()
+        drawn.append((caption, f"data:image/svg+xml;base64,{content}"))
     write_page(title, [note], out / "report.html", sections, tables=tables, figures=drawn)
     return "\n".join(table.markdown() for table in tables.values())
-
-
-def _data_uri(path: Path) -> str:
-    """An SVG file as a URI that holds all of it."""
-    return f"data:image/svg+xml;base64,{b64encode(path.read_bytes()).decode()}"
 
 
 def write_page(

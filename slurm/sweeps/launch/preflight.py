@@ -22,7 +22,7 @@ from sweeps.runs import scoring
 from sweeps.runs.backend import load_backend, trains_on_several_nodes
 from sweeps.runs.conversations import conversations
 from sweeps.runs.files import found_path
-from sweeps.runs.grid import PATH_KEYS, SweepPlan, launch_folder
+from sweeps.runs.grid import LAUNCHED_FILE, PATH_KEYS, SweepPlan, launch_folder
 from sweeps.runs.processes import cli_command, run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, load_cluster, one_line
@@ -38,8 +38,9 @@ def problems(plan: SweepPlan, executor: str, runs_programs: bool = True) -> list
     """What would stop a launch by `executor`, local or slurm: one sentence for each problem.
 
     Without `runs_programs`, in a dry run, the profile's interpreter is not asked for its packages,
-    nor is the cache looked into that another user's profile names. Raises
-    InputError for a problem that keeps the others from being looked for.
+    nor is the cache looked into that another user's profile names, nor models and data that another
+    user's folder names. Raises InputError for a problem that keeps the others from being looked
+    for.
     """
     foreign_cache = not runs_programs and _has_foreign_cache(plan)
     if executor == "slurm":
@@ -56,8 +57,15 @@ def problems(plan: SweepPlan, executor: str, runs_programs: bool = True) -> list
             f"{plan.sweep.cluster}: cache: is not looked into, since another user's profile names "
             f"it: type --cluster {shlex.quote(str(plan.sweep.cluster))}"
         )
+    foreign_file = None if runs_programs else _foreign_file(plan)
+    if foreign_file is None:
+        found += _inputs(plan)
+    else:
+        found.append(
+            f"{foreign_file}: is another user's: the models and data that it names are not looked "
+            "into: type the sweep's file"
+        )
     found += [
-        *_inputs(plan),
         *_records(plan),
         *_interpreters(plan, cluster, runs_programs),
         *_secrets_file(plan, cluster),
@@ -85,6 +93,22 @@ def problems(plan: SweepPlan, executor: str, runs_programs: bool = True) -> list
     found.extend(_launched_elsewhere(plan))
     found.extend(_unwritable(plan))
     return list(dict.fromkeys(found))
+
+
+def _foreign_file(plan: SweepPlan) -> Path | None:
+    """The file of another user's that a sweep is read from, where its folder alone was typed.
+
+    It may name any file that only this user can read, of which an error would show a line.
+    """
+    if not os.path.isdir(plan.typed[0]):
+        return None
+    files = [plan.folder / LAUNCHED_FILE]
+    if plan.is_one_run:
+        files += [run.config_file for run in plan.baselines_and_runs]
+    for file in files:
+        if file.stat().st_uid != os.geteuid():
+            return file
+    return None
 
 
 def _has_foreign_cache(plan: SweepPlan) -> bool:

@@ -13,8 +13,8 @@ To add an engine:
   too, and of `request.EngineOptions`; say in `Request._options_are_the_engines` which engine it is
   for, and pass it on in `create_engine`;
 - where such an option changes scores, as a quantization does, put it under a name of its own into
-  `describe` and that name into `decisive_settings`. Otherwise a file that was begun with one value
-  goes on with another, unnoticed.
+  `describe`, and that name into `records.store.DECISIVE_OF_ENGINES`. A file begun with one value
+  would go on with another otherwise, unnoticed.
 
 Sweeps (`sweeps.training.fit`, `sweeps.launch.preflight`, `sweeps.runs.scoring`) know engines by
 name as well.
@@ -94,14 +94,6 @@ class Engine(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Settings that the scores depend on, under the names that go into the sidecar."""
-        ...
-
-    def decisive_settings(self) -> tuple[str, ...]:
-        """Names of settings in `describe` that all records of a file must share.
-
-        Scoring that was interrupted goes on only with an engine that has the same values of these:
-        its kind and its precision. Others, such as the device, may change.
-        """
         ...
 
     def close(self) -> None:

@@ -124,10 +124,6 @@ class TransformersEngine:
             "batch_size": self.batch_size,
         }
 
-    def decisive_settings(self) -> tuple[str, ...]:
-        """What all records of a file must share."""
-        return ("engine", "dtype", "head_dtype")
-
     def score(
         self, groups: list[list[Job]], skip: Container[int] = ()
     ) -> Iterator[tuple[int, list[float]]]:

@@ -81,10 +81,6 @@ class VllmEngine:
             "head_dtype": "float32",
         }
 
-    def decisive_settings(self) -> tuple[str, ...]:
-        """What all records of a file must share."""
-        return ("engine", "dtype", "head_dtype")
-
     def close(self) -> None:
         """End the process that holds the model, and the threads that speak with it.
 
