@@ -2,13 +2,16 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,14 +71,70 @@ def toy_weights(beta: float, seed: int, steps: int = 20) -> str:
     return state
 
 
-def command(*arguments: object, prefix: tuple = (), **options) -> subprocess.CompletedProcess:
+class CommandServer:
+    """The process of `command_server.py`, which is started with the first command."""
+
+    process: subprocess.Popen | None = None
+
+    def run(
+        self, words: list[str], folder: Path, environment: Mapping[str, str], seconds: float
+    ) -> subprocess.CompletedProcess:
+        """Run a command to its end; after so many seconds it is killed, and the test fails."""
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, Path(__file__).with_name("command_server.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        server = self.process
+        self.process = None  # unless all goes well
+        with (
+            tempfile.NamedTemporaryFile("r") as stdout,
+            tempfile.NamedTemporaryFile("r") as stderr,
+        ):
+            request = {
+                "words": words,
+                "folder": str(folder),
+                "environment": dict(environment),
+                "stdout": stdout.name,
+                "stderr": stderr.name,
+            }
+            server.stdin.write(json.dumps(request) + "\n")
+            server.stdin.flush()
+            pid = int(server.stdout.readline())
+            watch = threading.Timer(seconds, kill, [[pid]])
+            watch.start()
+            try:
+                code = int(server.stdout.readline())
+            except BaseException:
+                kill([pid, server.pid])
+                raise
+            finally:
+                watch.cancel()
+            self.process = server
+            return subprocess.CompletedProcess(words, code, stdout.read(), stderr.read())
+
+
+SERVER = CommandServer()
+
+
+def command(
+    *arguments: object,
+    prefix: tuple = (),
+    cwd: Path | None = None,
+    env: Mapping[str, str] = os.environ,
+    timeout: float = 280,
+) -> subprocess.CompletedProcess:
     """Run `python -m sweeps ARGUMENTS…`, behind the words of `prefix`, to its end."""
+    words = [str(word) for word in arguments]
+    if not prefix:
+        return SERVER.run(words, cwd or Path.cwd(), env, timeout)
     return subprocess.run(
-        [*prefix, sys.executable, "-m", "sweeps", *map(str, arguments)],
+        [*prefix, sys.executable, "-m", "sweeps", *words],
         text=True,
         capture_output=True,
         check=False,
-        **options,
     )
 
 

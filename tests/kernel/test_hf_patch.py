@@ -220,19 +220,6 @@ def test_a_second_call_of_the_decoder_gives_no_warning(make):
         model(**batch()).loss.backward()
 
 
-def test_two_models_that_share_a_decoder():
-    first, second = tiny(), tiny()
-    second.model = first.model
-    for model in (first, second):
-        patch_model(model, label_smoothing=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        first(**batch()), second(**batch())
-    for model in (first, second):
-        unpatch_model(model)
-    assert not first.model._forward_pre_hooks
-
-
 class QuantizedLinear(torch.nn.Linear):
     """As bitsandbytes' are."""
 

@@ -40,20 +40,6 @@ def test_pages_and_what_they_link_to_are_gathered_again_and_again(checkout, tmp_
     assert not (site / "README.md").exists() and (site / "Größe.md").exists()
 
 
-def test_every_kind_of_link_is_followed_and_no_hidden_folder(checkout, tmp_path):
-    text = '[by name][one]\n\n[one]: one.txt\n<img alt="" src="two.png">'
-    (checkout / "README.md").write_text(text)
-    (checkout / "one.txt").write_text("")
-    (checkout / "two.png").write_text("")
-    hidden = checkout / "folder" / ".hidden"
-    hidden.mkdir(parents=True)
-    (hidden / "page.md").write_text("")
-    site = tmp_path / "site"
-    assert gather(checkout, site).returncode == 0
-    assert (site / "one.txt").exists() and (site / "two.png").exists()
-    assert not (site / "folder").exists()
-
-
 def test_a_folder_of_other_files_is_refused(checkout):
     done = gather(checkout, ".")
     assert done.returncode != 0

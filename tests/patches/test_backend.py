@@ -127,20 +127,6 @@ def test_every_option_is_another_run_or_is_known_not_to_be():
     assert OpenInstructOptions.model_fields.keys() - set(SETTINGS) == set(NOT_DECISIVE.split())
 
 
-@pytest.mark.parametrize(
-    ("options", "uses_flash_attn"),
-    [
-        ({}, True),
-        ({"use_flash_attn": False}, False),
-        ({"attn_implementation": "sdpa"}, False),
-        ({"use_flash_attn": False, "attn_implementation": "flash_attention_2"}, True),
-    ],
-)
-def test_flash_attention_is_asked_for_where_it_is_used(options, uses_flash_attn):
-    needed = open_instruct_backend.packages(some_options(**options), World())
-    assert ("flash_attn" in needed) == uses_flash_attn
-
-
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero3-offload"])
 def test_this_projects_deepspeed_files_clip_explicitly(name):
     config = PROJECT / "configs" / "deepspeed" / f"{name}.json"

@@ -26,7 +26,6 @@ from smoothed_open_instruct import (
     already_trained,
     check_arguments,
     mark_trained,
-    model_class,
     set_attention_dropout,
     training_loss,
 )
@@ -77,15 +76,6 @@ def refused(capsys):
 )
 def test_wrong_flags_end_the_process_in_one_line(given, named, refused):
     assert named in refused(check_arguments, arguments(**given))
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("auto", "auto"), (None, None), ("1e-3", 1e-3), (2**-12, 2**-12)]
-)
-def test_filter_eps_is_read_from_text_or_yaml(text, value):
-    args = arguments(filter_eps=text, loss_impl="fused")
-    check_arguments(args)
-    assert args.filter_eps == value
 
 
 def test_attention_dropout_reaches_the_model():
@@ -208,15 +198,6 @@ def test_a_finished_run_is_recognised_until_it_is_overwritten(tmp_path, capsys):
     assert not already_trained(arguments(output_dir=str(tmp_path), overwrite_output_dir=True))
     assert not already_trained(args)
     assert checkpoints().last(args) is None and os.listdir(kept) == []
-
-
-def test_a_model_from_a_configuration_has_the_attention_that_was_named():
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    for name in ("eager", "sdpa"):
-        model = model_class(name).from_config(config)
-        assert model.config._attn_implementation == name
 
 
 def test_a_mark_comes_after_what_it_marks_is_on_the_disk(tmp_path, monkeypatch):

@@ -42,13 +42,3 @@ def test_all_that_table1_reads_is_fetched():
     assert "data/hellaswag/hellaswag_train.jsonl" in places  # for the examples
     said = "\n".join(preflight.problems(planned, "local"))
     assert "no such file" not in said and said.count("hellaswag_val.jsonl →") == 1
-
-
-def test_sharegpt_becomes_messages():
-    turns = [("system", "Be brief."), ("human", "1 + 1?"), ("gpt", "2")]
-    row = {"conversations": [{"from": who, "value": text, "weight": 0} for who, text in turns]}
-    made = assets.messages(row)
-    assert [(turn["role"], turn["content"]) for turn in made] == [
-        ("system", "Be brief."), ("user", "1 + 1?"), ("assistant", "2"),
-    ]  # fmt: skip
-    assert assets.messages({"messages": made, "id": 1}) == made

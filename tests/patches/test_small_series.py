@@ -99,29 +99,6 @@ def test_a_damaged_patch_is_named_whatever_the_checkout_holds(series, option, te
     assert series.script.read_text() == text
 
 
-@pytest.mark.parametrize("awk", ["gawk", "mawk"])
-def test_a_relative_checkout_may_be_named_like_an_assignment(series, tmp_path, awk):
-    """awk takes an argument such as beta=0.1/finetune.py for an assignment, and reads no file."""
-    environment = with_awk(awk, tmp_path)
-    series.checkout = series.checkout.rename(tmp_path / "beta=0.1").relative_to(tmp_path)
-    script = tmp_path / series.script
-    assert series.apply(**environment).returncode == 0
-    assert script.read_text() == AFTER
-    assert series.apply("--check", **environment).returncode == 0
-    done = series.apply("--reverse", **environment)
-    assert (done.returncode, done.stdout) == (0, "patches undone: beta=0.1\n")
-    assert script.read_text() == BEFORE
-
-
-def with_awk(awk: str, tmp_path: Path) -> dict[str, str]:
-    """An environment in which `awk` is this one."""
-    if shutil.which(awk) is None:
-        pytest.skip(f"needs {awk}")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "awk").symlink_to(shutil.which(awk))
-    return {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-
-
 @pytest.mark.parametrize("style", ["merge", "diff3", "zdiff3"])
 def test_where_lines_clash_those_of_the_checkout_alone_are_shown(series, tmp_path, style):
     """git shows upstream's lines as well, in a repository where merge.conflictStyle asks for it."""

@@ -104,19 +104,24 @@ def hold(tmp_path, monkeypatch) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory) -> Iterator[Path]:
-    """A private Slurm of two nodes (both this machine), whose partition `urgent` preempts."""
+@pytest.fixture(scope="session")
+def cluster_of_worker(tmp_path_factory) -> Iterator[Path]:
+    """The folder of a Slurm that is started once, as that takes longer than some tests."""
     folder = tmp_path_factory.mktemp("slurm")
     subprocess.run([sweep_tools.CLUSTER, "start", folder, "nodes=2", "grace=60"], check=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-        patch.setenv("PYTHON", sys.executable)
-        patch.setenv("HF_TOKEN", sweep_tools.SECRET)
-        patch.setenv("WANDB_API_KEY", sweep_tools.SECRET)
-        patch.setenv("SBATCH_ACCOUNT", "not-mine")  # of the shell: it must not reach the jobs
-        yield folder
+    yield folder
     subprocess.run([sweep_tools.CLUSTER, "stop", folder], check=True)
+
+
+@pytest.fixture
+def cluster(cluster_of_worker, monkeypatch) -> Path:
+    """A private Slurm of two nodes (both this machine), whose partition `urgent` preempts."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster_of_worker / "slurm.conf"))
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("HF_TOKEN", sweep_tools.SECRET)
+    monkeypatch.setenv("WANDB_API_KEY", sweep_tools.SECRET)
+    monkeypatch.setenv("SBATCH_ACCOUNT", "not-mine")  # of the shell: it must not reach the jobs
+    return cluster_of_worker
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from sweep_tools import (
     PROJECT,
@@ -37,7 +36,6 @@ from sweeps.runs.processes import run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.stages import Outcome, next_stage
 
-PACKAGE_FOLDERS = [str(PROJECT / name) for name in ("kernel", "patches", "slurm", "eval")]
 LONG = {"steps": 40, "pace": 0.05}
 UNSAVED = {**LONG, "save_every": None}
 
@@ -236,33 +234,6 @@ def test_killed_again_and_again_without_progress_it_gives_up(toy_file, hold):
     assert run.done
 
 
-def test_what_dies_with_its_supervisor_is_counted_too(toy_file):
-    run = prepare(toy_file(grid={}))
-    for _ in range(4):
-        run.note_beginning("train")
-    assert worker.work(run, lambda: False) is Outcome.FAILED
-    assert (
-        "4 attempts in a row brought it no further (4 ended with their worker)"
-        in run.events()[-1].error
-    )
-    run.note(EventKind.LAUNCHED)  # by a launch: somebody asks for it again
-    assert run.attempts_without_progress("train") == 0
-
-
-def test_a_run_that_was_stopped_again_and_again_is_given_up_with_that_word(toy_file):
-    """Preemptions before the first update are no failures, and the message must not sound so."""
-    run = prepare(toy_file(grid={}))
-    for _ in range(3):
-        run.note_beginning("train")
-        run.note(EventKind.ENDED, exit=75, stopped=True)
-    run.note_beginning("train")
-    run.note(EventKind.ENDED, exit=-9, killed=True)
-    run.note(EventKind.ENDED, stopped=True)  # before the next attempt could begin
-    assert worker.work(run, lambda: False) is Outcome.FAILED
-    error = run.events()[-1].error
-    assert "4 attempts in a row brought it no further (3 stopped, 1 killed)" in error
-
-
 @pytest.mark.slow
 def test_a_run_that_another_process_is_at_is_no_failed_run(toy_file, hold):
     """Its program gives up after half a minute, and the run itself is well."""
@@ -344,28 +315,6 @@ def test_a_launch_that_asks_for_more_undoes_done(toy_file, tiny):
     assert run.done
 
 
-def test_a_run_by_hand_from_any_folder_is_trained_once(toy_file):
-    run = prepare(toy_file(grid={}))
-    first, second = (command("train", run.name, cwd=run.path.parent).stdout for _ in range(2))
-    assert f"device: none in {PROJECT}, from" in first and "device" not in second
-
-
-def test_a_run_that_was_trained_by_hand_is_not_trained_by_a_launch(toy_file):
-    path = toy_file(grid={})
-    run = prepare(path)
-    command("train", run.path)
-    (run.path.parent / "jobs").mkdir()  # a launch made it that no Slurm answered
-    launch(path, "--executor", "local")
-    assert not rows(run, "began") and "1 done" in command("status", path).stdout
-
-
-def test_a_run_is_trained_as_its_config_was(toy_file):
-    run = prepare(toy_file(grid={}))
-    run.config_file.write_text(run.config_file.read_text().replace("seed: 0", "seed: 3"))
-    done = command("train", run.path)
-    assert done.returncode == 2 and "was edited" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("visible", "workers", "each", "expected"),
     [
@@ -380,12 +329,6 @@ def test_each_worker_has_gpus_of_its_own(toy_file, monkeypatch, visible, workers
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     sweep = plan_sweep(toy_file(workers=workers, world={"processes_per_node": each}), []).sweep
     assert local.gpus_of_workers(sweep) == expected
-
-
-def test_too_few_gpus_for_a_run_are_named(toy_file, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    words = (toy_file(), "--executor", "local", "world.processes_per_node=3")
-    assert "world.processes_per_node: 3: 2 GPUs here" in launch(*words, code=2)
 
 
 def test_one_machine_is_not_several_nodes(toy_file, tmp_path):
@@ -418,13 +361,9 @@ def environments(toy_file, monkeypatch) -> tuple[SweepPlan, list[dict[str, str]]
     return plan, seen
 
 
-def test_a_program_sees_only_its_gpus(environments):
-    _, seen = environments
-    assert sorted(each["CUDA_VISIBLE_DEVICES"] for each in seen) == ["4", "5"]
-
-
-def test_a_program_runs_the_snapshot_of_its_launch(environments):
+def test_a_program_sees_only_its_gpus_and_runs_the_snapshot_of_its_launch(environments):
     plan, seen = environments
+    assert sorted(each["CUDA_VISIBLE_DEVICES"] for each in seen) == ["4", "5"]
     code = Path(seen[0]["PYTHONPATH"].split(os.pathsep)[0])
     assert code.parent == plan.folder / "code"
     assert (code / "sweeps" / "runs" / "run.py").exists() and (code / "COMMIT").exists()
@@ -465,42 +404,6 @@ def test_a_snapshot_is_made_anew_when_any_of_its_files_changes(small_package, tm
     assert (second / "sweeps" / "templates" / "chat.jinja").read_text() == "new"
 
 
-def test_a_snapshot_does_not_depend_on_where_it_is_made(tmp_path, monkeypatch):
-    digests = set()
-    for folder in (PROJECT, tmp_path):
-        monkeypatch.chdir(folder)
-        code = (
-            "import sys; sys.path[0] = ''\n"
-            "from sweeps.launch.snapshot import _digest, _package_folders\n"
-            "print(_digest(_package_folders()))"
-        )
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PACKAGE_FOLDERS)}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        digests.add(done.stdout)
-    assert len(digests) == 1
-
-
-def test_asking_for_a_lock_of_this_process_leaves_it_held(tmp_path):
-    path = tmp_path / "lock"
-    look = (
-        "from pathlib import Path; from sweeps.runs.files import is_locked; "
-        f"print(is_locked(Path({str(path)!r})))"
-    )
-    with locked(path, 0, "busy"):
-        assert is_locked(path)
-        seen = subprocess.run(
-            [sys.executable, "-c", look], capture_output=True, text=True, check=True
-        )
-        assert seen.stdout == "True\n"
-    assert not is_locked(path)
-
-
 def test_a_diff_need_not_be_utf_8():
     assert run_or_empty("printf", r"caf\351") == "caf\udce9"
 
@@ -533,52 +436,6 @@ def test_a_wait_for_another_process_is_told(tmp_path, capsys):
     assert capsys.readouterr().err == f"waiting: {path}: somebody holds it\n"
 
 
-@pytest.fixture
-def without_backend(toy_file, monkeypatch) -> Path:
-    """A sweep that was launched, and whose backend cannot be imported any more."""
-    path = toy_file(grid={"seed": [1, 2]}, train={"steps": 3})
-    launch(path, "--executor", "local", "grid.seed=[1]")
-    plan_sweep(path, []).create()
-    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
-    return path
-
-
-def test_status_needs_no_backend(without_backend):
-    for sweep in (without_backend, plan_folder(without_backend)):
-        shown = command("status", sweep)
-        assert shown.returncode == 0, shown.stderr
-        assert "2 runs: 1 to do · 1 done" in shown.stdout
-        tried = "'toy.backend' is none of trainer, open-instruct" in shown.stderr
-        assert tried is (sweep == without_backend)  # what a folder names is not even looked for
-        assert ("what its folder holds" in shown.stderr) is tried
-
-
-def test_status_without_a_backend_stands_a_broken_config(without_backend):
-    runs_of(without_backend)[1].config_file.write_text("[]")
-    shown = command("status", without_backend)
-    assert shown.returncode == 0, shown.stderr
-    assert "1 run: 1 done" in shown.stdout and "Also in this folder: 1 run" in shown.stdout
-
-
-def test_collect_and_cancel_need_no_backend(without_backend):
-    assert "report: " in command("collect", without_backend).stdout
-    assert command("cancel", without_backend).stderr.count("is not on the PATH") <= 1
-
-
-def test_a_launch_needs_its_backend(without_backend):
-    assert "'toy.backend' is none of" in launch(without_backend, code=2)
-
-
-def test_a_sweep_that_has_no_folder_yet_needs_its_backend(without_backend, tmp_path):
-    done = command("status", without_backend, f"output_root={tmp_path}/other")
-    assert done.returncode == 2 and "'toy.backend' is none of" in done.stderr
-
-
-def plan_folder(path: Path) -> Path:
-    """The folder of a sweep file's sweep."""
-    return path.parent / "out" / "toy"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_rank_outlives_a_launch_and_a_killed_one_starts_all_again(toy_file, hold, tmp_path):
@@ -596,18 +453,60 @@ def test_no_rank_outlives_a_launch_and_a_killed_one_starts_all_again(toy_file, h
     assert equal(run, *calm(path, tmp_path / "calm"))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_trainer_of_several_ranks_that_is_asked_to_stop_is_not_started_again(toy_file, hold):
-    path = toy_file(grid={}, train=UNSAVED, world={"processes_per_node": 2})
-    (run,) = runs_of(path)
-    process = start(path)
-    wait_for(lambda: len(programs(run)) == 3 and run.metrics.exists())
-    (torchrun,) = [pid for pid in programs(run) if psutil.Process(pid).children()]
-    kill([torchrun], signal.SIGTERM)
-    printed = "".join(process.communicate(timeout=60))
-    assert process.returncode == 1, printed  # the run is not done
-    assert f"stopped: {run.name}" in printed
-    assert not programs(run)
-    assert run.last_saved_step() > 0
-    assert len(rows(run, "began")) == 1
+def test_looking_at_a_sweep_needs_no_backend_and_launching_does(toy_file, tmp_path, monkeypatch):
+    path = toy_file(grid={"seed": [1, 2]}, train={"steps": 3})
+    folder = path.parent / "out" / "toy"
+    launch(path, "--executor", "local", "grid.seed=[1]")
+    plan_sweep(path, []).create()
+    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
+    absent = "'toy.backend' is none of trainer, open-instruct"
+    for sweep in (path, folder):
+        shown = command("status", sweep)
+        assert shown.returncode == 0, shown.stderr
+        assert "2 runs: 1 to do · 1 done" in shown.stdout
+        # What a folder names is not even looked for.
+        assert (absent in shown.stderr) is (sweep == path)
+    assert "report: " in command("collect", path).stdout
+    assert absent in launch(path, code=2)
+    assert absent in command("status", path, f"output_root={tmp_path}/other").stderr
+    runs_of(folder)[1].config_file.write_text("[]")
+    shown = command("status", path)
+    assert "1 run: 1 done" in shown.stdout and "Also in this folder: 1 run" in shown.stdout
+
+
+def test_a_run_by_hand_from_any_folder_is_trained_once_as_its_config_was(toy_file):
+    path = toy_file(grid={})
+    run = prepare(path)
+    first, second = (command("train", run.name, cwd=run.path.parent).stdout for _ in range(2))
+    assert f"device: none in {PROJECT}, from" in first and "device" not in second
+    (run.path.parent / "jobs").mkdir()  # a launch made it that no Slurm answered
+    launch(path, "--executor", "local")
+    assert not rows(run, "began") and "1 done" in command("status", path).stdout
+    run.config_file.write_text(run.config_file.read_text().replace("seed: 0", "seed: 3"))
+    done = command("train", run.path)
+    assert done.returncode == 2 and "was edited" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([None] * 4, "4 attempts in a row brought it no further (4 ended with their worker)"),
+        # Preemptions before the first update are no failures, and must not sound so.
+        (
+            [{"exit": 75, "stopped": True}] * 3 + [{"exit": -9, "killed": True}],
+            "4 attempts in a row brought it no further (3 stopped, 1 killed)",
+        ),
+    ],
+)
+def test_a_run_that_got_no_further_is_given_up_until_somebody_asks_again(toy_file, ends, words):
+    run = prepare(toy_file(grid={}))
+    for end in ends:
+        run.note_beginning("train")
+        if end is not None:
+            run.note(EventKind.ENDED, **end)
+    if ends[-1] is not None:  # and the next worker was stopped before it could begin an attempt
+        run.note(EventKind.ENDED, stopped=True)
+    assert worker.work(run, lambda: False) is Outcome.FAILED
+    assert words in run.events()[-1].error
+    run.note(EventKind.LAUNCHED)
+    assert run.attempts_without_progress("train") == 0

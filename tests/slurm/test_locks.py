@@ -4,6 +4,8 @@ import errno
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -17,9 +19,13 @@ from sweeps.runs.files import is_locked, locked, replace_folder, tail
 
 
 def test_a_lock_is_held_until_its_block_ends(tmp_path):
+    """Also for other processes once this one has asked: closing the file would release it."""
     lock = tmp_path / ".lock"
+    code = "from sweeps.runs.files import *; print(is_locked(Path(sys.argv[1])))"
+    look = [sys.executable, "-c", f"import sys; from pathlib import Path; {code}", str(lock)]
     with locked(lock, 1, "busy"):
         assert is_locked(lock)
+        assert subprocess.check_output(look, text=True) == "True\n"
     assert not is_locked(lock)
 
 

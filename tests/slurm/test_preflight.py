@@ -23,7 +23,6 @@ from sweeps.runs import scoring
 from sweeps.runs.conversations import conversation
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
-from sweeps.training import open_instruct_backend
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
@@ -37,9 +36,12 @@ def some_sbatch(tmp_path_factory, monkeypatch) -> None:
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{folder}")
 
 
-def problems(path: Path, *overrides: str) -> str:
-    """What a launch on Slurm would refuse, line by line."""
-    return "\n".join(preflight.problems(plan_sweep(path, list(overrides)), "slurm"))
+def problems(path: Path, *overrides: str, executor: str = "slurm") -> str:
+    """What a launch would refuse, line by line."""
+    try:
+        return "\n".join(preflight.problems(plan_sweep(path, list(overrides)), executor))
+    except InputError as error:  # which keeps the others from being looked for
+        return str(error)
 
 
 def mmlu(tiny: Path, **keys) -> dict:
@@ -47,132 +49,139 @@ def mmlu(tiny: Path, **keys) -> dict:
     return {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1, **keys}
 
 
-def test_a_whole_sweep_passes(toy_file, profile):
-    assert problems(toy_file(cluster=profile())) == ""
+REFUSED = [  # overrides, keys of the profile, and what is named
+    ("world.deepspeed={tmp}/odd.json", {}, "world.deepspeed={tmp}/odd.json: Expecting"),
+    ("world.fsdp={tmp}/odd.json", {}, "world.fsdp={tmp}/odd.json: Expecting"),
+    ("world.fsdp=no.json", {}, "world.fsdp=no.json: no.json: could"),
+    ("output_root={tmp}/100%A", {}, "Slurm reads % in paths"),
+    # sbatch would end with: Unmatched '.
+    ('output_root="{tmp}/two\\nlines"', {}, "a path of one line is needed"),
+    (
+        "world.nodes=2 backend=open-instruct train.train_file={tmp}/odd.json",
+        {},
+        "world.nodes: 2: backend open-instruct trains on one node; type world.nodes=1",
+    ),
+    (
+        "world.nodes=2",
+        {"python": "apptainer exec image.sif python"},
+        "a run on several nodes (world.nodes: 2) needs an interpreter alone",
+    ),
+    ("train.model_name_or_path={tmp}/cut", {}, "model_name_or_path: {tmp}/cut/model.safetensors."),
+    ("", {"cache": "$WORK/hub"}, "cache: $WORK/hub: $WORK is not set here: export"),
+    ("", {"secrets_file": "/no/secrets"}, "cluster.yaml: secrets_file: /no/secrets: no such file"),
+    ("", {"python": "/no/python"}, "cluster.yaml: python: /no/python: no such command"),
+    ("", {"python": "{tmp}/closed"}, "{tmp}/closed: cannot be run: Permission denied"),
+    ("", {"python": "'{tmp}/bare'"}, "lacks packages that runs need: pydantic submitit yaml"),
+    ("score.engine=vllm", {}, f"packages that runs need: vllm: {sys.executable} -m pip install"),
+    ("score.python=/no/python", {}, "score.python: /no/python: no such program"),
+    ("score.python={tmp}/closed", {}, "score.python: {tmp}/closed: cannot be run: Permission"),
+    (
+        "score.python=/no/python",
+        {"python": sys.executable},
+        "score.python: /no/python: no such program",
+    ),
+    ("score.tasks.0.shots=99", {}, "but --shots 99"),
+]
+TAKEN = [  # whose interpreter only a job can ask
+    ("", {}),
+    ("", {"python": "made", "setup": ["make it"]}),
+    ("", {"python": "'{tmp}/bare'", "modules": ["x"]}),
+    ("", {"python": sys.executable}),
+    ("score.engine=vllm", {"python": "$HOME/mine"}),
+    (f"score.engine=vllm score.python={sys.executable}", {}),
+]
 
 
-@pytest.mark.parametrize(("key", "message"), [("deepspeed", "Expecting"), ("fsdp", "Expecting")])
-def test_a_json_file_that_is_none_is_named(toy_file, tmp_path, key, message):
-    odd = tmp_path / "odd.json"
-    odd.write_text('{"zero":')
-    assert f"world.{key}={odd}: {message}" in problems(toy_file(), f"world.{key}={odd}")
+@pytest.fixture
+def odd_files(tmp_path) -> Path:
+    """A folder with an interpreter without packages, one that cannot run, and damaged files."""
+    (tmp_path / "odd.json").write_text('{"zero":')
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "model.safetensors.index.json").write_text("{")
+    for name, mode in (("bare", 0o755), ("closed", 0o644)):
+        (tmp_path / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+        (tmp_path / name).chmod(mode)
+    return tmp_path
 
 
-@pytest.mark.parametrize("key", ["deepspeed", "fsdp"])
-def test_a_json_file_that_is_not_there_is_named(toy_file, key):
-    named = f"world.{key}"
-    assert f"{named}=no.json: no.json: could" in problems(toy_file(), f"{named}=no.json")
+@pytest.fixture
+def told(toy_file, profile, tiny, odd_files):
+    """told(overrides, keys) → what a launch under a profile of these keys would refuse."""
+
+    def tell(overrides: str, keys: dict) -> str:
+        keys = {key: filled(value) for key, value in keys.items()}
+        path = toy_file(score={"tasks": [mmlu(tiny)]}, cluster=profile(**keys))
+        return problems(path, *filled(overrides).split(" ") if overrides else [])
+
+    def filled(value):
+        return value.replace("{tmp}", str(odd_files)) if isinstance(value, str) else value
+
+    return tell
+
+
+@pytest.mark.parametrize(("overrides", "keys", "named"), REFUSED)
+def test_what_a_launch_would_refuse_is_named(told, odd_files, overrides, keys, named):
+    assert named.replace("{tmp}", str(odd_files)) in told(overrides, keys)
+
+
+@pytest.mark.parametrize(("overrides", "keys"), TAKEN)
+def test_a_whole_sweep_passes(told, overrides, keys):
+    assert told(overrides, keys) == ""
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("secrets_file", "/no/secrets"), ("python", "/no/python")]
+    ("line", "modes", "named"),
+    [
+        ("A=b", (0o600, 0o700), ""),
+        ("A=b", (0o400, 0o1777), ""),  # as /tmp has it, where nobody can replace others' files
+        *(("A=b", (mode, 0o700), "others can read it: chmod 600") for mode in (0o640, 0o604)),
+        ("A=b", (0o600, 0o777), "others can replace it: chmod o-w"),
+        # The job's shell ran what stood behind the space, and said so in the log.
+        *(
+            (line, (0o600, 0o700), "line 3: write NAME=value")
+            for line in ("HF_TOKEN= hf_x", "HF_TOKEN hf_x", "A=$(cat hf_x)", "A=b # hf_x")
+        ),
+        ("another user", (0o600, 0o700), "is another user's"),
+    ],
 )
-def test_a_profiles_file_that_is_not_there_is_named(toy_file, profile, key, value):
-    path = toy_file(cluster=profile(**{key: value}))
-    assert f"{profile(**{key: value})}: {key}: {value}: " in problems(path)
-
-
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
-def test_a_secrets_file_that_others_can_read_is_refused(toy_file, profile, tmp_path, mode):
-    file = tmp_path / "secrets.env"
-    file.write_text("HF_TOKEN=hf_x\n")
-    file.chmod(mode)
-    printed = problems(toy_file(cluster=profile(secrets_file=str(file))))
-    assert f"secrets_file: {file}: others can read it: chmod 600 {file}" in printed
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o400])
-def test_a_secrets_file_that_is_its_users_alone_passes(toy_file, profile, tmp_path, mode):
-    file = tmp_path / "secrets.env"
-    file.write_text("HF_TOKEN=hf_x\n")
-    file.chmod(mode)
-    assert problems(toy_file(cluster=profile(secrets_file=str(file)))) == ""
-
-
-@pytest.mark.parametrize("line", ["HF_TOKEN= hf_x", "HF_TOKEN hf_x", "A=$(cat hf_x)", "A=b # c"])
-def test_a_line_of_a_secrets_file_that_is_no_value_is_named(toy_file, profile, tmp_path, line):
-    """The job's shell ran what stood behind the space, and said so in the log."""
-    file = tmp_path / "secrets.env"
+def test_a_secrets_file_is_its_users_alone_and_holds_values(
+    toy_file, profile, tmp_path, line, modes, named
+):
+    file = tmp_path / "secrets" / "secrets.env"
+    file.parent.mkdir()
     file.write_text(f"# mine\nexport GOOD='a value'\n{line}\n")
-    file.chmod(0o600)
+    file.chmod(modes[0])
+    file.parent.chmod(modes[1])
+    if line == "another user":
+        if os.geteuid() != 0:
+            pytest.skip("giving a file away needs root")
+        os.chown(file, 12345, -1)
     printed = problems(toy_file(cluster=profile(secrets_file=str(file))))
-    assert f"secrets_file: {file}, line 3: write NAME=value" in printed and "hf_x" not in printed
+    assert named in printed and bool(printed) == bool(named) and "hf_x" not in printed
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
-def test_another_users_secrets_file_is_refused(toy_file, profile, tmp_path):
-    file = tmp_path / "secrets.env"
-    file.write_text("HF_TOKEN=hf_x\n")
-    file.chmod(0o600)
-    os.chown(file, 12345, -1)
-    printed = problems(toy_file(cluster=profile(secrets_file=str(file))))
-    assert f"secrets_file: {file}: is another user's" in printed
-
-
-def test_a_secrets_file_in_a_folder_open_to_all_is_refused(toy_file, profile, tmp_path):
-    folder = tmp_path / "open"
-    folder.mkdir()
-    folder.chmod(0o777)
-    file = folder / "secrets.env"
-    file.write_text("HF_TOKEN=hf_x\n")
-    file.chmod(0o600)
-    path = toy_file(cluster=profile(secrets_file=str(file)))
-    assert f"secrets_file: {file}: others can replace it: chmod o-w {folder}" in problems(path)
-    folder.chmod(0o1777)  # as /tmp has it, where nobody can replace others' files
-    assert problems(path) == ""
-
-
-def test_a_python_that_set_up_lines_make_need_not_be_there(toy_file, profile):
-    assert problems(toy_file(cluster=profile(python="made", setup=["make it"]))) == ""
-
-
-def test_what_slurm_would_not_read_in_a_path_is_refused(toy_file, profile, tmp_path):
-    path = toy_file(cluster=profile())
-    assert "Slurm reads % in paths" in problems(path, f"output_root={tmp_path}/100%A")
-
-
-@pytest.mark.parametrize(
-    ("place", "reason"),
-    [("{file}/runs", "Not a directory"), ("/proc/runs", "No such file or directory")],
-    ids=["below a file", "where nobody makes folders"],
-)
-def test_an_output_root_that_cannot_be_written_is_named(toy_file, profile, tmp_path, place, reason):
+@pytest.mark.parametrize("place", ["{file}/runs", "/proc/runs"])
+def test_an_output_root_that_cannot_be_written_is_named(toy_file, profile, tmp_path, place):
+    """And asking leaves nothing behind."""
     file = tmp_path / "file"
     file.touch()
     root = place.format(file=file)
     path = toy_file(cluster=profile(), output_root=root)
+    before = sorted(tmp_path.iterdir())
     message = f"output_root: {root}/toy: cannot be written: "
     for executor in ("local", "slurm"):
-        printed = command("launch", path, "--dry-run", "--executor", executor).stdout
-        assert f"a launch would refuse: {message}" in printed and reason in printed
-    assert message in launch(path, "--executor", "local", code=2)
-
-
-def test_asking_whether_an_output_root_can_be_written_leaves_nothing(toy_file, tmp_path):
-    before = sorted(tmp_path.iterdir())
-    path = toy_file()
-    assert problems(path) == ""
-    assert sorted(tmp_path.iterdir()) == sorted([*before, path])
-
-
-def test_an_output_root_of_two_lines_is_refused(toy_file, profile, tmp_path):
-    """sbatch would end with: Unmatched '."""
-    root = f"{tmp_path}/two\nlines"
-    printed = problems(toy_file(cluster=profile(), output_root=root))
-    assert f"output_root: {root + '/toy'!r}: a path of one line is needed" in printed
-
-
-def test_a_variable_of_the_profile_that_is_not_set_here_is_named(toy_file, profile):
-    path = toy_file(cluster=profile(cache="$WORK/hub"))
-    with pytest.raises(InputError, match=r"cache: \$WORK/hub: \$WORK is not set here: export"):
-        problems(path)
+        assert message in problems(path, executor=executor)
+        assert problems(path, f"output_root={tmp_path}/new", executor=executor) == ""
+    assert sorted(tmp_path.iterdir()) == before
+    if place == "/proc/runs":
+        assert message in launch(path, "--executor", "local", code=2)
 
 
 def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, tmp_path):
     words = [
+        f"train.tokenizer_name={tmp_path}",
         "train.train_file=no.jsonl",
         "train.model_name_or_path=./no/thing",
-        f"train.tokenizer_name={tmp_path}",
     ]
     printed = launch(sweep_file(), "--executor", "local", *words, code=2)
     file = f"train.train_file: {PROJECT}/no.jsonl: could not be read (No such file"
@@ -181,13 +190,10 @@ def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, tmp_pat
     assert f"train.tokenizer_name: {tmp_path}: no tok* or vocab*, or not all" in printed
 
 
-@pytest.mark.parametrize(
-    "text", ["", '{"messages": [{"role": "user", "content": "And?"}]}'], ids=["empty", "no answer"]
-)
 @pytest.mark.parametrize("backend", ["trainer", "open-instruct"])
-def test_a_file_without_an_answer_is_named(sweep_file, tmp_path, text, backend):
+def test_a_file_without_an_answer_is_named(sweep_file, tmp_path, backend):
     file = tmp_path / "chat.jsonl"
-    file.write_text(text)
+    file.write_text('{"messages": [{"role": "user", "content": "And?"}]}')
     printed = problems(sweep_file(backend=backend), f"train.train_file={file}")
     assert f"train.train_file: {file}: no conversation with an assistant" in printed
 
@@ -217,38 +223,12 @@ def test_a_backend_is_asked_about_runs_that_differ_in_numbers_alone(sweep_file, 
     assert "train.clip_grad_norm: DeepSpeed ignores it" in problems(path)
 
 
-def test_many_runs_of_a_checkout_are_checked_at_once(sweep_file, tmp_path, monkeypatch):
-    """To look whether a checkout is patched takes a good part of a second."""
-    monkeypatch.setenv("OPEN_INSTRUCT_DIR", str(tmp_path))
-    checks = []
-
-    def run(words, **options):
-        checks.append(words)
-        return run_program(words, **options)
-
-    run_program = subprocess.run
-    monkeypatch.setattr(open_instruct_backend.subprocess, "run", run)
-    path = sweep_file(grid={"seed": [1, 2, 3]}, backend="open-instruct")
-    printed = problems(path)
-    assert "it is no open-instruct checkout" in printed, printed
-    assert len([words for words in checks if "--check" in words]) == 1
-
-
 def test_what_makes_a_sweeps_files_is_named_where_one_is_not_there(sweep_file):
     path = sweep_file()
     for absent in ("train.train_file=made.jsonl", "train.model_name_or_path=models/absent"):
         assert "are made by: make it" in problems(path, absent, "prefetch.made_by=make it")
-
-
-def test_what_makes_a_sweeps_files_is_not_named_where_all_are_there(sweep_file):
-    printed = problems(sweep_file(), "backend=open-instruct", "prefetch.made_by=make it")
+    printed = problems(path, "backend=open-instruct", "prefetch.made_by=make it")
     assert "OPEN_INSTRUCT_DIR" in printed and "make it" not in printed
-
-
-def test_questions_that_cannot_be_asked_are_named(toy_file, profile, tiny):
-    path = toy_file(score={"tasks": [mmlu(tiny, shots=99)]}, cluster=profile())
-    printed = problems(path)
-    assert printed.startswith("score: mmlu: ") and "but --shots 99" in printed, printed
 
 
 @pytest.fixture
@@ -298,34 +278,56 @@ def hub_model(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["models", "tokenizers"])
-def test_a_model_that_is_half_there_is_not_there(hub_model, kind):
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("files", "kinds"),
+    [
+        ({}, ""),
+        ({"tokenizer.json": ""}, "tokenizers"),
+        ({"model.safetensors": ""}, "models"),
+        ({"pytorch_model.bin": ""}, "models"),
+        ({INDEX: '{"weight_map": {"w": "a.safetensors"}}'}, ""),
+        ({INDEX: '{"weight_map": {"w": "a.safetensors"}}', "a.safetensors": ""}, "models"),
+        ({"pytorch_model.bin.index.json": '{"weight_map": {"w": "a.bin"}}'}, ""),
+        # The index of a format that is not read asks for nothing.
+        (
+            {
+                "pytorch_model.bin.index.json": '{"weight_map": {"w": "a.bin"}}',
+                "model.safetensors": "",
+            },
+            "models",
+        ),
+        # What another download has left is no part of a model.
+        ({"model.safetensors": "", "../../blobs/stale.incomplete": ""}, "models"),
+    ],
+)
+def test_a_model_that_is_half_there_is_not_there(hub_model, files, kinds):
+    """In the hub's cache a snapshot's files are links; those whose blob was deleted are not there.
+    Without a revision the branch main must be there, for which offline jobs look."""
     snapshot = hub_model / "snapshots" / "abc"
-    assert not assets.on_disk("owner/name", kind)
-    (snapshot / "tokenizer.json").touch()
-    assert assets.on_disk("owner/name", kind) == (kind == "tokenizers")
-    (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
-    assert assets.on_disk("owner/name", kind) == (kind == "tokenizers")
-    (snapshot / "a.safetensors").touch()
-    assert assets.on_disk("owner/name", kind)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_weights_that_were_deleted_behind_their_link_are_not_there(hub_model, name):
-    """In the hub's cache, a snapshot's files are links to `blobs`."""
-    weights = hub_model / "snapshots" / "abc" / name
-    weights.symlink_to(hub_model / "blob")
-    assert not assets.on_disk("owner/name", "models")
-    (hub_model / "blob").touch()
-    assert assets.on_disk("owner/name", "models")
+    (hub_model / "blobs").mkdir()
+    for number, (name, text) in enumerate(files.items()):
+        (hub_model / "blobs" / str(number)).write_text(text)
+        (snapshot / name).symlink_to(hub_model / "blobs" / str(number))
+    (hub_model / "refs" / "v1").write_text("abc")
+    for kind in ("models", "tokenizers"):
+        for revision in (None, "v1", "abc"):
+            assert assets.on_disk("owner/name", kind, revision) == (kind in kinds)
+        assert not assets.on_disk("owner/name", kind, "v2")
+    (hub_model / "refs" / "main").write_text("def")
+    assert not any(assets.on_disk("owner/name", kind) for kind in ("models", "tokenizers"))
+    (hub_model / "refs" / "main").write_text("abc")
+    for number in range(len(files)):
+        (hub_model / "blobs" / str(number)).unlink()
+    assert not any(assets.on_disk("owner/name", kind) for kind in ("models", "tokenizers"))
 
 
 @pytest.mark.parametrize(
     ("variables", "folder"),
     [
         ({"XDG_CACHE_HOME": "{tmp}/xdg"}, "xdg/huggingface/hub"),
-        ({"HF_HOME": "{tmp}/hf", "XDG_CACHE_HOME": "{tmp}/xdg"}, "hf/hub"),
-        ({"HUGGINGFACE_HUB_CACHE": "{tmp}/old", "HF_HOME": "{tmp}/hf"}, "old"),
         ({"HF_HUB_CACHE": "{tmp}/new", "HUGGINGFACE_HUB_CACHE": "{tmp}/old"}, "new"),
         ({"MINE": "{tmp}/mine", "HF_HOME": "$MINE/hf"}, "mine/hf/hub"),
     ],
@@ -345,14 +347,6 @@ def test_models_are_looked_for_where_the_library_puts_them(tmp_path, variables, 
     shell |= {name: value.replace("{tmp}", str(tmp_path)) for name, value in variables.items()}
     printed = subprocess.check_output([sys.executable, "-c", code], text=True, env=shell)
     assert printed == f"{tmp_path / folder}\nTrue\n"
-
-
-def test_the_index_of_a_format_that_is_not_read_asks_for_nothing(hub_model):
-    snapshot = hub_model / "snapshots" / "abc"
-    (snapshot / "pytorch_model.bin.index.json").write_text('{"weight_map": {"w": "a.bin"}}')
-    assert not assets.on_disk("owner/name", "models")
-    (snapshot / "model.safetensors").touch()
-    assert assets.on_disk("owner/name", "models")
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -417,21 +411,26 @@ SAFETENSORS = ("1-model.safetensors", "model.safetensors.index.json")
 PYTORCH = ("1-pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-@pytest.mark.parametrize("weights", [(*SAFETENSORS, *PYTORCH), SAFETENSORS, PYTORCH])
-def test_prefetch_fetches_the_weights_that_are_read_and_is_content(
-    toy_file, hub, tmp_path, weights
+@pytest.mark.parametrize("weights", [(*SAFETENSORS, *PYTORCH), PYTORCH])
+def test_prefetch_fetches_the_weights_that_are_read_where_a_launch_looks(
+    toy_file, profile, hub, tmp_path, weights
 ):
+    """And not where variables of the shell point, which jobs do not see."""
     variables = hub("config.json", "tokenizer.json", *weights)
-    path = toy_file(train={"model_name_or_path": "owner/name"})
+    variables["HF_HUB_CACHE"] = str(tmp_path / "mine")
+    path = toy_file(
+        train={"model_name_or_path": "owner/name"}, cluster=profile(cache=str(tmp_path / "cache"))
+    )
     fetched = command("prefetch", path, env=variables)
     assert fetched.returncode == 0, fetched.stderr
-    (snapshot,) = (tmp_path / "hf" / "hub").glob("*/snapshots/*")
+    (snapshot,) = (tmp_path / "cache").glob("**/snapshots/*")
     names = {file.name for file in snapshot.iterdir()}
     assert names == {"config.json", "tokenizer.json", *weights[:2]}
     again = command("prefetch", path, env=variables)
     assert again.stdout == "here: model owner/name\n", again.stderr
-    dry_run = command("launch", path, "--executor", "local", "--dry-run", env=variables).stdout
-    assert "not fetched" not in dry_run
+    for executor in ("local", "slurm"):
+        words = ("launch", path, "--executor", executor, "--dry-run")
+        assert "not fetched" not in command(*words, env=variables).stdout
 
 
 def test_prefetch_says_that_what_it_fetched_is_not_whole(toy_file, hub):
@@ -443,66 +442,20 @@ def test_prefetch_says_that_what_it_fetched_is_not_whole(toy_file, hub):
     assert "failed: model owner/name: was fetched, and is not whole" in fetched.stderr
 
 
-@pytest.mark.parametrize("executor", ["local", "slurm"])
-def test_a_launch_looks_where_prefetch_of_the_same_sweep_has_fetched(
-    toy_file, profile, hub, tmp_path, executor
-):
-    """And not where variables of the shell point, which jobs do not see."""
-    path = toy_file(
-        train={"model_name_or_path": "owner/name"}, cluster=profile(cache=str(tmp_path / "cache"))
-    )
-    variables = hub("config.json", "tokenizer.json", "model.safetensors")
-    variables["HF_HUB_CACHE"] = str(tmp_path / "mine")
-    assert command("prefetch", path, env=variables).returncode == 0
-    dry_run = command("launch", path, "--executor", executor, "--dry-run", env=variables).stdout
-    assert "not fetched" not in dry_run, dry_run
-
-
 def test_without_slurm_a_profile_that_only_a_cluster_can_read_is_not_needed(toy_file, profile):
+    """A wrong key in it is refused all the same."""
     path = toy_file(cluster=profile(cache="$NOT_SET_HERE/hub"))
-    printed = command("launch", path, "--executor", "local", "--dry-run").stdout
-    assert "a launch would refuse nothing" in printed
+    assert problems(path, executor="local") == ""
+    profile(acount="mine", cache="$NOT_SET_HERE/hub")
+    assert "acount: unknown key" in problems(path, executor="local")
 
 
-def test_without_slurm_a_wrong_key_of_the_profile_is_refused_all_the_same(toy_file, profile):
-    path = toy_file(cluster=profile(acount="mine", cache="$NOT_SET_HERE/hub"))
-    printed = launch(path, "--executor", "local", code=2)
-    assert "cluster.yaml:" in printed and "acount: unknown key" in printed
-
-
-def test_too_few_gpus_are_told_with_the_other_problems(toy_file, profile, tmp_path, monkeypatch):
+def test_too_few_gpus_are_told_with_the_other_problems(toy_file, profile, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     path = toy_file(world={"processes_per_node": 2}, output_root="/proc/none")
-    found = preflight.problems(plan_sweep(path, []), "local")
-    assert "world.processes_per_node: 2: 1 GPU here" in found
-    assert any("cannot be written" in problem for problem in found)
-
-
-def test_what_another_download_has_left_is_no_part_of_a_model(hub_model):
-    (hub_model / "snapshots" / "abc" / "model.safetensors").touch()
-    (hub_model / "blobs").mkdir()
-    (hub_model / "blobs" / "stale.incomplete").touch()
-    assert assets.on_disk("owner/name", "models")
-
-
-def test_a_model_is_there_at_the_revisions_that_were_fetched(hub_model):
-    (hub_model / "snapshots" / "abc" / "model.safetensors").touch()
-    (hub_model / "refs" / "v1").write_text("abc")
-    assert assets.on_disk("owner/name", "models", "v1")
-    assert not assets.on_disk("owner/name", "models", "v2")
-
-
-@pytest.mark.parametrize("kind", ["models", "tokenizers"])
-def test_without_a_revision_the_branch_main_must_be_there(hub_model, kind):
-    """A launch was content with any commit, where offline jobs look for main."""
-    other = hub_model / "snapshots" / "def"
-    other.mkdir()
-    (other / "tokenizer.json").touch()
-    (other / "model.safetensors").touch()
-    assert assets.on_disk("owner/name", kind, "def")
-    assert not assets.on_disk("owner/name", kind)
-    (hub_model / "refs" / "main").unlink()
-    assert not assets.on_disk("owner/name", kind)
+    printed = problems(path, executor="local")
+    assert "world.processes_per_node: 2: 1 GPU here" in printed
+    assert "cannot be written" in printed
 
 
 def test_of_a_data_set_any_snapshot_will_do(tmp_path, monkeypatch):
@@ -514,7 +467,7 @@ def test_of_a_data_set_any_snapshot_will_do(tmp_path, monkeypatch):
     assert assets.on_disk("owner/name", "datasets")
 
 
-@pytest.mark.parametrize("content", [b'{"weight_map": {"w":', b"\xff", b"[]"], ids=str)
+@pytest.mark.parametrize("content", [b"\xff", b"[]"], ids=str)
 def test_a_damaged_index_is_named_with_the_other_problems(toy_file, hub_model, content):
     """Of the hub's cache it is a link; without the file behind it the model is fetched anew."""
     blob = hub_model / "blobs" / "index"
@@ -548,14 +501,6 @@ def test_what_is_damaged_when_it_was_fetched_keeps_nothing_else_from_being_fetch
     assert fetched == ["first", "second"]
 
 
-def test_a_damaged_index_of_a_folder_is_named(toy_file, tmp_path):
-    index = tmp_path / "model" / "model.safetensors.index.json"
-    index.parent.mkdir()
-    index.write_text("{")
-    path = toy_file(train={"model_name_or_path": str(index.parent)})
-    assert f"train.model_name_or_path: {index}: is damaged: delete it" in problems(path)
-
-
 @pytest.fixture
 def archived(toy_file, tiny, tmp_path) -> Path:
     """A sweep whose questions are in an archive that prefetch unpacks to out/mmlu."""
@@ -575,9 +520,15 @@ def fetched(path: Path, *overrides: str) -> list[str]:
     return assets.fetch(assets.assets(plan_sweep(path, list(overrides))))
 
 
-def test_prefetch_fetches_once(archived, tmp_path, capsys):
+def test_prefetch_fetches_once_and_says_what_failed(archived, tmp_path, capsys):
+    target = tmp_path / "out" / "mmlu"
+    (failure,) = fetched(archived, f"prefetch.archives.0.url=file://{tmp_path}/none.tar")
+    assert "No such file or directory" in failure and "none.tar" in failure
+    (failure,) = fetched(archived, "prefetch.archives.0.strip=4")
+    assert "strip: leaves nothing of the archive; lower it" in failure
+    assert not target.exists()
     assert fetched(archived) == []
-    assert (tmp_path / "out" / "mmlu" / "test" / "moons_test.csv").exists()
+    assert (target / "test" / "moons_test.csv").exists()
     assert fetched(archived) == [] and capsys.readouterr().out.count("here: ") == 1
 
 
@@ -589,18 +540,6 @@ def test_strip_leaves_the_first_folder_out_of_every_name(archived, tiny, tmp_pat
         archive.add(tiny / "chat.jsonl", "README")
     assert fetched(archived) == []
     assert sorted(path.name for path in (tmp_path / "out" / "mmlu").iterdir()) == ["dev", "test"]
-
-
-def test_strip_that_leaves_nothing_is_named(archived, tmp_path):
-    (failure,) = fetched(archived, "prefetch.archives.0.strip=4")
-    assert not (tmp_path / "out" / "mmlu").exists()
-    assert "strip: leaves nothing of the archive; lower it" in failure
-
-
-def test_prefetch_says_what_failed(archived, tmp_path):
-    (failure,) = fetched(archived, f"prefetch.archives.0.url=file://{tmp_path}/none.tar")
-    assert not (tmp_path / "out" / "mmlu").exists()
-    assert "No such file or directory" in failure and "none.tar" in failure
 
 
 @pytest.mark.parametrize(
@@ -624,10 +563,13 @@ def test_a_sweep_file_names_no_foreign_address_and_no_foreign_file(
     raw["prefetch"]["archives"][0]["url"] = "https://127.0.0.1:1/data.tar"
     raw["prefetch"]["datasets"] = [{"hub": "owner/name", "to": "data/x.jsonl"}]
     archived.write_text(yaml.safe_dump(raw))
-    refused = command("prefetch", archived, f"prefetch.{key}={value}")
-    assert refused.returncode == 2 and refused.stdout == ""
-    assert f"error: {archived}: prefetch.{key}: " in refused.stderr
-    assert "hf_secret" not in refused.stderr
+    with pytest.raises(InputError) as refused:
+        assets.refuse_foreign_places(plan_sweep(archived, [f"prefetch.{key}={value}"]))
+    assert f"{archived}: prefetch.{key}: " in str(refused.value)
+    assert "hf_secret" not in str(refused.value)
+    if key == "datasets.0.to":
+        refused = command("prefetch", archived, f"prefetch.{key}={value}")
+        assert refused.returncode == 2 and refused.stdout == ""
 
 
 def test_a_secret_is_put_into_no_path(toy_file, tmp_path, monkeypatch):
@@ -751,79 +693,10 @@ def test_runs_are_queued_though_sbatch_does_not_take_their_collect_job(toy_file,
     assert f"Once the runs are done: python -m sweeps collect {path.parent}/out/toy" in printed
 
 
-@pytest.fixture
-def vllm_sweep(toy_file, profile, tiny) -> Path:
-    """A sweep that is scored by vLLM, which this interpreter lacks."""
-    return toy_file(score={"engine": "vllm", "tasks": [mmlu(tiny)]}, cluster=profile())
-
-
-def test_packages_that_runs_need_are_named(vllm_sweep):
-    install = f"packages that runs need: vllm: {sys.executable} -m pip install"
-    assert install in problems(vllm_sweep)
-
-
-def test_another_interpreter_that_scores_is_not_asked_for_packages(vllm_sweep):
-    assert problems(vllm_sweep, f"score.python={sys.executable}") == ""
-
-
-def test_an_interpreter_that_scores_must_be_there(vllm_sweep):
-    """Its absence would show only after the training."""
-    printed = problems(vllm_sweep, "score.python=/other/python")
-    assert printed == "score.python: /other/python: no such program"
-
-
-@pytest.fixture
-def bare_python(tmp_path) -> Path:
-    """An interpreter without any packages."""
-    python = tmp_path / "bare python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-    python.chmod(0o755)
-    return python
-
-
-def test_a_profiles_interpreter_is_asked_for_packages(toy_file, profile, bare_python):
-    cluster = profile(python=f"'{bare_python}'")
-    printed = problems(toy_file(cluster=cluster))
-    lacks = "lacks packages that runs need: pydantic submitit yaml"
-    assert printed == f"{cluster}: python: '{bare_python}': {lacks}"
-
-
-def test_a_profiles_interpreter_is_asked_for_what_trains(sweep_file, profile, bare_python):
-    printed = problems(sweep_file(cluster=profile(python=f"'{bare_python}'")))
+def test_a_profiles_interpreter_is_asked_for_what_trains(sweep_file, profile, odd_files):
+    printed = problems(sweep_file(cluster=profile(python=f"{odd_files}/bare")))
     absent = "accelerate datasets pydantic submitit torch transformers trl yaml"
     assert printed.endswith(f"lacks packages that runs need: {absent}")
-
-
-def test_a_profiles_interpreter_that_has_the_packages_passes(toy_file, profile):
-    assert problems(toy_file(cluster=profile(python=sys.executable))) == ""
-
-
-def test_an_interpreter_that_needs_modules_is_not_asked(toy_file, profile, bare_python):
-    assert problems(toy_file(cluster=profile(python=f"'{bare_python}'", modules=["x"]))) == ""
-
-
-def test_a_profiles_interpreter_that_cannot_run_is_named(toy_file, profile, bare_python):
-    bare_python.chmod(0o644)
-    cluster = profile(python=f"'{bare_python}'")
-    printed = problems(toy_file(cluster=cluster))
-    assert printed == f"{cluster}: python: {bare_python}: cannot be run: Permission denied"
-
-
-def test_an_interpreter_that_scores_and_cannot_run_is_named(vllm_sweep, bare_python):
-    bare_python.chmod(0o644)
-    printed = problems(vllm_sweep, f"score.python={bare_python}")
-    assert printed == f"score.python: {bare_python}: cannot be run: Permission denied"
-
-
-def test_an_interpreter_that_scores_must_be_there_beside_a_profiles_own(vllm_sweep, profile):
-    profile(python=sys.executable)
-    printed = problems(vllm_sweep, "score.python=/other/python")
-    assert printed == "score.python: /other/python: no such program"
-
-
-def test_a_profiles_interpreter_that_only_jobs_can_name_is_not_asked(vllm_sweep, profile):
-    profile(python="$HOME/mine")
-    assert problems(vllm_sweep) == ""
 
 
 @pytest.fixture
@@ -834,25 +707,22 @@ def asked_once(toy_file, tiny) -> tuple[Path, Run, Task]:
     return path, run, run.config().score.tasks[0]
 
 
-@pytest.mark.parametrize("begun", [True, False], ids=["begun", "whole"])
-def test_records_that_answer_another_request_are_not_overwritten(asked_once, begun):
+@pytest.mark.parametrize(
+    ("begun", "key", "was", "now"),
+    [
+        (True, "shots", "1", "2"),
+        (False, "shots", "1", "2"),
+        (False, "chat_template", "None", "'tokenizer'"),
+    ],
+)
+def test_records_that_answer_another_request_are_not_overwritten(asked_once, begun, key, was, now):
     path, run, task = asked_once
     whole = scoring.records_file(run, task)
     file = part_of(whole) if begun else whole
     records.write(file, [{}], {"settings": scoring.record_settings(task, run.config().score)})
     assert scoring.unscored_tasks(run) == ([task] if begun else [])
-    printed = launch(path, "--executor", "local", "score.tasks.0.shots=2", code=2)
-    assert f"{whole}: was asked with shots 1, now 2; give the task another `name`" in printed
-
-
-def test_records_of_plain_prompts_are_not_taken_for_a_chats(asked_once):
-    path, run, task = asked_once
-    whole = scoring.records_file(run, task)
-    records.write(whole, [{}], {"settings": scoring.record_settings(task, run.config().score)})
-    assert scoring.unscored_tasks(run) == []
-    asked = "score.tasks.0.chat_template=tokenizer"
-    printed = launch(path, "--executor", "local", asked, code=2)
-    assert f"{whole}: was asked with chat_template None, now 'tokenizer'" in printed
+    printed = problems(path, f"score.tasks.0.{key}={now}", executor="local")
+    assert f"{whole}: was asked with {key} {was}, now {now}; give the task another" in printed
 
 
 def test_records_that_are_not_as_large_as_they_were_written_are_damaged(asked_once):
@@ -872,26 +742,8 @@ def test_a_run_whose_model_was_deleted_cannot_be_scored(asked_once):
     assert f"{run.path}: its model is gone: to score it, delete the folder" in printed
 
 
-def test_a_backend_that_trains_on_one_node_is_named(toy_file, tiny):
-    path = toy_file(backend="open-instruct", train={"train_file": str(tiny / "chat.jsonl")})
-    refusal = "world.nodes: 2: backend open-instruct trains on one node; type world.nodes=1"
-    assert refusal in problems(path, "world.nodes=2")
-    assert "world.nodes" not in problems(path)
-
-
-def test_a_container_cannot_start_the_programs_of_other_nodes(toy_file, profile):
-    path = toy_file(cluster=profile(python="apptainer exec image.sif python"))
-    refusal = "a run on several nodes (world.nodes: 2) needs an interpreter alone"
-    assert refusal in problems(path, "world.nodes=2")
-    assert refusal not in problems(path)
-
-
-@pytest.mark.parametrize(
-    "refusal", ["Node count specification invalid", "Requested node configuration is not available"]
-)
-def test_a_refusal_of_the_nodes_names_the_keys_that_ask_for_them(
-    toy_file, profile, programs, refusal
-):
+def test_a_refusal_of_the_nodes_names_the_keys_that_ask_for_them(toy_file, profile, programs):
+    refusal = "Requested node configuration is not available"
     programs(sbatch=f"echo 'sbatch: error: {refusal}' >&2; exit 1", squeue="")
     path = toy_file(cluster=profile(), world={"nodes": 3})
     printed = launch(path, "--executor", "slurm", code=2)

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from sweep_tools import PROJECT, command, launch
+from sweep_tools import PROJECT, command
 
 from sweeps.launch import sbatch, slurm
 from sweeps.launch.hub_cache import VARIABLES_OF_PARTS
@@ -72,14 +72,6 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(toy_file, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_scripts_are_printed_by_dry_runs_alone(toy_file, profile, tmp_path):
-    printed = launch(toy_file(cluster=profile()), "--scripts", code=2)
-    assert "add --dry-run" in printed and not (tmp_path / "out").exists()
-    words = ("--scripts", "--dry-run", "--executor", "local")
-    printed = launch(toy_file(cluster=profile()), *words, code=2)
-    assert "--scripts: without Slurm there are none; leave out --executor local" in printed
-
-
 @pytest.fixture
 def three_seeds(toy_file) -> Path:
     """A sweep with scores, of whose three runs the first is trained."""
@@ -128,15 +120,9 @@ def test_a_run_that_is_trained_and_scored_apart_is_one_run(three_seeds):
     assert present.notes(plan)[0].startswith("1 run is queued with another profile")
     leaving = slurm.Submission({}, "", [], elements, [], [])
     assert leaving.problems(plan)[0].startswith(f"still stopping, and left out: {name}; later")
-
-
-def test_a_run_that_is_done_and_still_in_the_queue_is_counted_once(three_seeds):
-    plan = plan_sweep(three_seeds, ["score=null"])
-    elements = [
-        LiveElement(f"9_{number}", "RUNNING", "", run.name)
-        for number, run in enumerate(plan.runs[:2])
-    ]
-    present = slurm.Submission({}, "", elements, [], [], [])
+    plan = plan_sweep(three_seeds, ["score=null"])  # whose first run is done, and still there
+    elements = [LiveElement(f"9_{n}", "RUNNING", "", run.name) for n, run in enumerate(plan.runs)]
+    present = slurm.Submission({}, "", elements[:2], [], [], [])
     assert present.describe_present(plan) == "1 done, 1 queued or running"
 
 
@@ -501,32 +487,33 @@ def interpreters(tmp_path):
     return run
 
 
-def test_an_environment_that_lacks_packages_is_named_with_what_to_type(interpreters, tmp_path):
-    done = interpreters(VIRTUAL_ENV=str(tmp_path / "active"))
-    remedy = f"PYTHON={tmp_path}/project/.venv/bin/python in front of the command"
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        (
+            None,
+            0o755,
+            "lacks this project's packages (ModuleNotFoundError: No module named",
+        ),
+        ("echo 'ImportError: libyaml.so: no' >&2; exit 1", 0o755, "packages: ImportError: libyaml"),
+        (None, 0o644, "{python} cannot be run: "),
+    ],
+)
+def test_an_interpreter_of_no_use_is_named_with_why(interpreters, tmp_path, text, mode, said):
+    """And with the one to type; conda's base is active for all, and meant by nobody."""
+    python = tmp_path / "active" / "bin" / "python"
+    if text is not None:
+        python.write_text(f"#!/bin/sh\n{text}\n")
+    python.chmod(mode)
+    done = interpreters(PYTHON=str(python))
     assert done.returncode == 2
-    words = "lacks this project's packages (ModuleNotFoundError: No module named 'yaml')"
-    assert done.stderr.endswith(f"{words}; {remedy}\n")
-
-
-def test_a_package_that_is_there_and_cannot_be_imported_is_told(interpreters, tmp_path):
-    python = tmp_path / "active" / "bin" / "python"
-    python.write_text("#!/bin/sh\necho 'ImportError: libyaml.so: no such file' >&2; exit 1\n")
-    done = interpreters(PYTHON=str(python))
-    assert "cannot import this project's packages: ImportError: libyaml.so: no" in done.stderr
-
-
-def test_an_interpreter_that_cannot_run_is_not_said_to_lack_packages(interpreters, tmp_path):
-    python = tmp_path / "active" / "bin" / "python"
-    python.chmod(0o644)
-    done = interpreters(PYTHON=str(python))
-    assert done.returncode == 2 and "lacks" not in done.stderr
-    assert f"error: {python} cannot be run: " in done.stderr
-    assert "Permission denied" in done.stderr
-
-
-def test_condas_base_is_active_for_all_and_meant_by_nobody(interpreters, tmp_path):
-    done = interpreters(CONDA_PREFIX=str(tmp_path / "active"), CONDA_DEFAULT_ENV="base")
+    assert said.replace("{python}", str(python)) in done.stderr
+    assert ("lacks" in done.stderr) == ("lacks" in said)
+    remedy = f"PYTHON={tmp_path}/project/.venv/bin/python in front of the command"
+    active = str(tmp_path / "active")
+    if mode == 0o755 and text is None:
+        assert remedy in interpreters(VIRTUAL_ENV=active).stderr
+    done = interpreters(CONDA_PREFIX=active, CONDA_DEFAULT_ENV="base")
     assert done.stdout == "venv: launch\n", done.stderr
 
 

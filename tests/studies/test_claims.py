@@ -3,31 +3,21 @@ computes; the report is right on runs of known calibration."""
 
 import json
 import re
-import shutil
-import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import numpy as np
-import pandas as pd
-import pyarrow.parquet as parquet
 import pytest
 import tiny_world
 import torch
 from made_records import read_lines, write_lines, write_records
-from studies import temperatures
 from studies.claims import __main__ as claims
 from studies.claims import (
-    answers,
     contrasts,
     derived,
-    forest,
     gpu_measures,
     parts,
     posthoc,
-    quick_evaluation,
-    report,
     training,
 )
 from studies.claims.parts import CONFIG, PARTS, Study
@@ -39,7 +29,6 @@ import calibeval
 from calibeval import records
 from calibeval.io import InputError, sha256, write_text
 from calibeval.measures import evaluations, scaling, stats
-from calibeval.report.diagnosis import cross_fitted
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 
@@ -47,80 +36,8 @@ MODEL = "smollm2-135m"
 PUBLISHED = RecordStore(parts.HERE / "records")
 TASKS = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in ("val", "test")]
 PART = {part.name: part for part in PARTS}
-RUNS = {  # of a model with five seeds, and of one whose published runs have three
-    "grid": (4, 4),
-    "recommended": (25, 15),
-    "high-rate": (25, 15),
-    "over-trained": (25, 15),
-    "sum": (6, 6),
-    "filtered": (3, 3),
-    "equal": (3, 3),
-    "script": (6, 6),
-    "unigram": (5, 3),
-    "base-mean": (5, 3),
-    "half-data": (5, 3),
-    "two-epochs": (5, 3),
-}
 # Of all models but the 1.5B and, in part, the 0.5B.
 NOT_RUN = {"high-rate", "over-trained", "sum", "script"}
-
-
-@pytest.mark.parametrize(("model", "column"), [("new", 0), (MODEL, 1), ("gemma-3-270m", 1)])
-def test_every_part_is_a_sweep(model, column, monkeypatch):
-    """Where the grid has chosen 5e-5. Gemma keeps its own settings also in `script`, which replaces
-    all of `train:`: without them it had no <bos>, and the template tulu."""
-    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
-    monkeypatch.setattr(parts, "equal_rate", lambda study: 5e-5)
-    targets = {"unigram": "unigram", "base-mean": f"runs/claims/targets/{model}.npy"}
-    for part in PARTS:
-        name = part.name
-        plan = plan_sweep(CONFIG, parts.sweep_overrides(Study(model), part, ["workers=2"]))
-        assert len(plan.runs) == RUNS[name][column]
-        assert plan.sweep.name == f"{model}-{name}"
-        options = [run.config().train_options for run in plan.runs]
-        rates = {each.learning_rate for each in options}
-        assert name == "grid" or rates == ({2e-4} if name == "high-rate" else {5e-5})
-        targets_of_runs = {run.config().train.get("smoothing_target") for run in plan.runs}
-        assert targets_of_runs == {targets.get(name)}
-        assert (plan.sweep.keep == "all") == (name in ("grid", "recommended", *targets))
-        if model.startswith("gemma"):
-            own = {(each.add_bos, each.chat_template_name) for each in options}
-            assert own == {(True, "alpaca")}, name
-
-
-def test_script_refuses_a_template_that_open_instruct_lacks(study, monkeypatch):
-    """finetune.py would take the tokenizer's own template instead, without a word."""
-    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
-    overrides = parts.sweep_overrides(replace(study, model="gemma-3-270m"), PART["script"], [])
-    with pytest.raises(InputError, match="chat_template_name"):
-        training.prepare(PART["script"], overrides)
-
-
-@pytest.mark.parametrize(
-    ("failing", "left_out", "named"),
-    [
-        ((), (), ()),
-        (("sum", "filtered"), (), ("sum", "filtered")),
-        (("recommended",), ("equal",), ("recommended", "equal")),  # whose rate seeds tell
-        (("grid",), {*RUNS} - {"grid", "high-rate", "over-trained"}, ("grid", "recommended")),
-    ],
-)
-def test_a_part_that_fails_stops_those_that_need_it_alone(
-    failing, left_out, named, monkeypatch, capsys
-):
-    order = []
-
-    def train(study: Study, part: parts.Part, overrides: list[str]) -> int:
-        order.append(part.name)
-        return int(part.name in failing)
-
-    monkeypatch.setattr(claims, "sweep_overrides", lambda *_: [])
-    monkeypatch.setattr(claims, "train", train)
-    for name in claims.STEPS:
-        monkeypatch.setitem(claims.STEPS, name, lambda _, name=name: order.append(name))
-    assert claims.main([MODEL]) == (2 if failing else 0)
-    assert order == [name for name in (*RUNS, *claims.STEPS) if name not in left_out]
-    assert ", ".join(named) in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -136,100 +53,52 @@ def study(folders):
     return Study(MODEL, folders / "runs", RecordStore(folders / "records"))
 
 
-@pytest.fixture
-def command(study):
-    """command(*words) → the exit code of the command line, in the study's folders."""
-    return lambda *words: claims.main([*words], study.runs_folder, study.store)
-
-
-def add_losses(study: Study, grid, smoothed=(), equal=()) -> None:
-    """Record held-out losses: of each rate of the grid, of β = 0.1, and of the part `equal`.
-
-    The grid's are a seed each by their rate; `equal` is its rate and its losses.
-    """
-
-    def add(part: str, run: str, loss: float | None, **setting) -> None:
-        study.store.add(MODEL, RunRecord(part, run, held_out_loss=loss, **setting), {})
-
-    for rate, losses in grid.items():
-        for seed, loss in enumerate(losses):
-            add("grid", f"{rate}-{seed}", loss, learning_rate=rate, seed=seed)
-    for seed, loss in enumerate(smoothed):
-        add("recommended", f"s{seed}", loss, label_smoothing=0.1, seed=seed)
-    if equal:
-        rate, *losses = equal
-        for seed, loss in enumerate(losses):
-            add("equal", f"e{seed}", loss, label_smoothing=0.0, learning_rate=rate, seed=seed)
-
-
 NAN = float("nan")
 
 
-def test_a_rate_is_chosen_by_its_mean_over_seeds(study):
-    """Not by the luckiest seed, and not where a run has diverged."""
-    add_losses(study, {1e-5: (1.5, 1.5), 2e-5: (1.1, 2.1), 5e-5: (1.0, NAN)})
-    assert parts.chosen_rate(study) == 1e-5
-
-
 @pytest.mark.parametrize(
-    ("grid", "smoothed", "named"),
+    ("grid", "smoothed", "rate"),
     [
-        ({}, (), "grid: no run is trained"),
-        ({1e-5: (NAN,), 2e-5: (NAN,)}, (1.5,), "grid: no learning rate"),
-        ({1e-5: (None,), 2e-5: (None,)}, (1.5,), r"train\.held_out"),
-        ({1e-5: (1.5,), 2e-5: (1.6,)}, (), "recommended: no run"),
+        ({2e-5: (1.2,), 5e-5: (1.3,), 2e-4: (1.5,)}, (1.3, 1.5), 1e-4),  # between two rates
+        ({1e-5: (1.2,), 2e-5: (1.6,)}, (1.7,), 2e-5),  # an end of the grid
+        ({1e-5: (1.2,), 2e-5: (1.6,)}, (1.1,), 1e-5),  # the best of the grid
+        # 2e-5 has 3.0, but on the other side of the best rate.
+        ({1e-5: (2.0,), 2e-5: (3.0,), 5e-5: (1.0,), 1e-4: (2.5,)}, (2.8,), 1e-4),
+        # The mean over seeds, not the luckiest one, nor what a diverged seed leaves.
+        ({1e-5: (1.5, 1.5), 2e-5: (1.1, 2.1), 5e-5: (1.0, NAN)}, (1.4,), 1e-5),
+        ({}, (), "grid"),
+        ({1e-5: (NAN,), 2e-5: (NAN,)}, (1.5,), "grid"),
+        ({1e-5: (1.2,), 2e-5: (1.6,)}, (), "recommended"),
         ({1e-5: (1.2,), 2e-5: (1.6,)}, (1.5, NAN), "s1"),  # not the mean of fewer seeds
         ({5e-6: (1.2,), 2e-5: (1.5,), 5e-5: (1.4,), 2e-4: (1.8,)}, (1.45,), "1.5000 at 2e-05"),
     ],
 )
-def test_no_rate_has_an_equal_loss(grid, smoothed, named, study, monkeypatch, capsys):
-    """Such a part does not stop the others, and the report is printed without it."""
-    add_losses(study, grid, smoothed, (1e-5, 1.2))
-    with pytest.raises(InputError, match=named):
+def test_the_rate_of_an_equal_loss_or_what_is_lacking(grid, smoothed, rate, study, capsys):
+    """A part without a rate does not stop the others."""
+    for learning_rate, losses in grid.items():
+        for seed, loss in enumerate(losses):
+            setting = {"learning_rate": learning_rate, "seed": seed, "held_out_loss": loss}
+            study.store.add(MODEL, RunRecord("grid", f"{learning_rate}-{seed}", **setting), {})
+    for seed, loss in enumerate(smoothed):
+        setting = {"label_smoothing": 0.1, "seed": seed, "held_out_loss": loss}
+        study.store.add(MODEL, RunRecord("recommended", f"s{seed}", **setting), {})
+    if isinstance(rate, float):
+        assert parts.equal_rate(study) == rate
+        return
+    with pytest.raises(InputError, match=rate):
         parts.equal_rate(study)
-    if 1e-5 in grid and not smoothed:
-        trained = []
-        monkeypatch.setattr(claims, "train", lambda study, part, _: trained.append(part.name) or 0)
-        assert claims.main([MODEL, "equal", "half-data"], study.runs_folder, study.store) == 2
-        assert trained == ["half-data"] and "not whole: equal;" in capsys.readouterr().err
-    if NAN in smoothed:
-        line, _ = report.equal_loss_lines(study)
-        assert line.startswith("Equal held-out loss: unknown.") and "s1" in line
+    words = [MODEL, "equal", "entropy-gap"]
+    assert claims.main(words, study.runs_folder, study.store) == 2
+    assert "not whole: equal;" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("grid", "smoothed", "rate", "end"),
-    [
-        ({2e-5: (1.2,), 5e-5: (1.3,), 2e-4: (1.5,)}, (1.3, 1.5), 1e-4, ""),  # between two rates
-        ({1e-5: (1.2,), 2e-5: (1.6,)}, (1.7,), 2e-5, "an end of the grid"),
-        ({1e-5: (1.2,), 2e-5: (1.6,)}, (1.1,), 1e-5, "the best of the grid"),
-        # 2e-5 has 3.0, but on the other side of the best rate.
-        ({1e-5: (2.0,), 2e-5: (3.0,), 5e-5: (1.0,), 1e-4: (2.5,)}, (2.8,), 1e-4, "an end of"),
-    ],
-)
-def test_the_rate_of_an_equal_loss_and_where_there_is_none(
-    grid, smoothed, rate, end, study, capsys
-):
-    add_losses(study, grid, smoothed, (rate, 1.61))
-    assert parts.equal_rate(study) == rate
-    assert bool(capsys.readouterr().err) == bool(end)
-    line, _ = report.equal_loss_lines(study)
-    assert f"1.610 at β = 0 with a learning rate of {rate:g}" in line
-    assert end in line and (end or line.endswith(f"{rate:g}."))
-
-
-def test_two_runs_of_a_setting_and_seed_are_refused(study, folders):
-    """As they are after a changed learning rate, beside the ones before; neither would be right."""
-    write_records(file := folders / "mmlu.jsonl", 50, 1.5, seed=7)
-    for rate in (1e-5, 2e-5):
-        record = RunRecord(
-            "recommended", f"r{rate}", learning_rate=rate, label_smoothing=0.1, seed=0
-        )
-        study.store.add(MODEL, record, {"mmlu": file})
-    with pytest.raises(
-        InputError, match=r"r1e-05 and r2e-05 are both runs of recommended, β = 0\.1, "
-    ):
-        answers.files_by_seed(derived.answered_runs(study), answers.SMOOTHED, "mmlu")
+def test_script_refuses_a_template_that_open_instruct_lacks(folders, monkeypatch):
+    """finetune.py would take the tokenizer's own template instead, without a word."""
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
+    study = Study("gemma-3-270m", folders / "runs", RecordStore(folders / "records"))
+    overrides = parts.sweep_overrides(study, PART["script"], [])
+    with pytest.raises(InputError, match="chat_template_name"):
+        training.prepare(PART["script"], overrides)
 
 
 def test_no_launch_has_a_run_with_records(study, folders):
@@ -251,36 +120,6 @@ def test_no_launch_has_a_run_with_records(study, folders):
         launched += [run.name for run in plan_sweep(CONFIG, [*overrides, *selection]).runs]
     assert len(missing) == 4
     assert sorted(launched) == sorted(missing)
-
-
-def test_the_base_model_alone_is_scored_where_only_it_lacks_records(study, folders, monkeypatch):
-    """And a task that is added later leaves its records of others."""
-    part = PART["recommended"]
-    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
-    overrides = [*parts.sweep_overrides(study, part, ["grid.seed=[0]"])]
-    for run in plan_sweep(CONFIG, overrides).runs:
-        study.store.add(MODEL, RunRecord(*training.record_key(part, run)), {})
-    scored = []
-
-    def score(command: list[str], check: bool):
-        run = Run(Path(command[-1]))
-        for file in training.files_of_tasks(run).values():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_records(file, 50, 1.5, seed=7)
-            scored.append(file.stem)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(training.subprocess, "run", score)
-    task = "score.tasks=[{{task: mmlu, name: {}, data: data/mmlu, shots: 5}}]"
-    for name in ("mmlu", "mmlu", "new"):
-        assert training.train(study, part, [*overrides, task.format(name)]) == 0
-    assert scored == ["mmlu", "new"]  # once each
-    (base,) = (record for record in study.store.runs(MODEL) if record.origin == "base")
-    assert sorted(base.tasks) == ["mmlu", "new"]
-    study.store.unpack(MODEL, base, study.store.questions(), folders / "unpacked")
-    kept = records.read(folders / "unpacked/mmlu.jsonl").logprobs
-    write_records(folders / "mmlu.jsonl", 50, 1.5, seed=7)
-    assert abs(kept - records.read(folders / "mmlu.jsonl").logprobs).max() < 0.01
 
 
 @pytest.fixture
@@ -333,8 +172,8 @@ def make_trained(study: Study, part: str, overrides: list[str]) -> list[Run]:
 
 
 def test_the_entropy_gap_is_what_a_plain_loop_reads(tiny, tiny_study, folders, monkeypatch):
-    """The temperature at which entropy is NLL, and NLL least; what is known is not measured anew,
-    and what only chose a rate not at all."""
+    """The temperature at which entropy is NLL, and NLL least, of runs that are more than a
+    choice of rate."""
     monkeypatch.setattr(gpu_measures, "CHUNK", 7)
     monkeypatch.setattr(gpu_measures, "TOP", 10)
     make_trained(tiny_study, "grid", [*tiny, "grid.learning_rate=[1.0e-5]"])
@@ -364,15 +203,6 @@ def test_the_entropy_gap_is_what_a_plain_loop_reads(tiny, tiny_study, folders, m
         assert 0.35 < at < 1.95 and abs(at - 1) > 0.05
         assert there[0] == pytest.approx(there[1], abs=1e-4)
         assert there[0] < min(read(0.95 * at)[0], read(1.05 * at)[0])
-    monkeypatch.setattr(gpu_measures, "entropy_gap", None)
-    posthoc.measure_entropy_gaps(tiny_study)
-    assert len((folders / "records/tiny/entropy_gap.jsonl").read_text().splitlines()) == 2
-    # A run of another part may have the same name, and is another model all the same.
-    shutil.copytree(cells[0].path, folders / "runs/tiny-half-data" / cells[0].name)
-    monkeypatch.setattr(gpu_measures, "entropy_gap", lambda run: {"nll": 0.0})
-    posthoc.measure_entropy_gaps(tiny_study)
-    rows = [json.loads(line) for line in (folders / "records/tiny/entropy_gap.jsonl").open()]
-    assert [row["part"] for row in rows] == ["unigram", "unigram", "half-data"]
 
 
 def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders, monkeypatch):
@@ -402,76 +232,6 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders,
         assert record.tasks == {"mmlu": len(before.ids)} and (out / "DONE").exists()
         assert before.ids == after.ids and before.prompts.tolist() == after.prompts.tolist()
         assert abs(before.logprobs - after.logprobs).max() <= 0.5 / STEPS_PER_NAT + 1e-4
-    files = sorted((folders / "records/tiny/averaged").glob("*.parquet"))
-    times = [file.stat().st_mtime_ns for file in files]
-    posthoc.average_weights(tiny_study)  # they stay
-    assert times == [file.stat().st_mtime_ns for file in files]
-
-
-def test_of_a_temperature_the_number_is_kept(tiny, tiny_study, folders):
-    cell, _ = make_trained(tiny_study, "recommended", [*tiny, "grid.label_smoothing=[0.0]"])
-    AutoTokenizer.from_pretrained("models/tiny").save_pretrained(cell.model)
-    calibeval.score(cell.model, tasks=TASKS, out=(scores := cell.scores), progress=False)
-    entry = {key: cell.config().train[key] for key in training.RUN_KEYS} | {"dataset": "mmlu"}
-    entry |= {"run": cell.name, "records": f"../{cell.name}/scores/test.jsonl"}
-    write_text(folders / "runs/tiny-recommended/results/index.jsonl", json.dumps(entry))
-    posthoc.fit_temperatures(tiny_study)
-    (record,) = tiny_study.store.runs("tiny")
-    fitted = calibeval.temperature(scores / "val.jsonl", scores / "test.jsonl", folders / "out")
-    assert record.key == ("temperature", cell.name) and record.tasks == {}
-    assert record.temperature == fitted["temperature"]
-
-
-def test_a_run_without_a_temperature_does_not_stop_the_others(folders, monkeypatch, capsys):
-    """One whose answers are all right, say; no temperature of any run was kept."""
-
-    def fit(val: Path, test: Path, out: Path) -> None:
-        if out.stem == "all-right":
-            raise scaling.NoTemperature(val, "all 20 answers are right", "fit it on other records")
-
-    monkeypatch.setattr(calibeval, "score", lambda *_, **__: None)
-    monkeypatch.setattr(calibeval, "temperature", fit)
-    runs = ("all-right", "other")
-    entries = [{"run": run, "records": f"../{run}/scores/mmlu.jsonl"} for run in runs]
-    rows = temperatures.fit_to_mmlu(entries, folders / "results", folders / "mmlu", folders / "out")
-    assert [row["run"] for row in rows] == ["other"]
-    assert "temperature: skipped for all-right: " in capsys.readouterr().err
-
-
-def test_runs_without_a_model_or_a_line_in_the_index_are_skipped_by_name(study, capsys):
-    """They stopped the steps after this one, or were said to have no model. What is on record
-    stays."""
-    setting = {"learning_rate": 2e-5, "label_smoothing": 0.0}
-    add_losses(study, {2e-5: (1.2,)})
-    overrides = parts.sweep_overrides(study, PART["recommended"], ["grid.label_smoothing=[0.0]"])
-    plan = plan_sweep(CONFIG, overrides)
-    plan.create()
-    unlisted = plan.runs[0]
-    unlisted.model.mkdir()
-    for seed, run in enumerate((unlisted.name, "deleted", "fitted")):
-        study.store.add(MODEL, RunRecord("recommended", run, seed=seed, **setting), {})
-    fitted = RunRecord("temperature", "fitted", temperature=1.2, seed=2, **setting)
-    study.store.add(MODEL, fitted, {})
-    entry = {**setting, "run": "deleted", "seed": 1, "dataset": "mmlu", "records": "…/mmlu.jsonl"}
-    index = study.part_folder("recommended") / "results/index.jsonl"
-    write_text(index, json.dumps(entry))
-    posthoc.fit_temperatures(study)
-    absent, not_listed = capsys.readouterr().err.splitlines()
-    assert "skipped for deleted, since no trained model" in absent
-    assert f"skipped for {unlisted.name}, which {index} does not list" in not_listed
-    found = [record for record in study.store.runs(MODEL) if record.origin == "temperature"]
-    assert [record.run for record in found] == ["fitted"]
-
-
-def test_runs_without_held_out_conversations_have_no_entropy_gap(study, folders, monkeypatch):
-    """As those of open-instruct's script, whose options lack what the gap is measured on."""
-    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
-    overrides = parts.sweep_overrides(study, PART["script"], ["grid.seed=[0]", "keep=all"])
-    plan = plan_sweep(CONFIG, overrides)
-    plan.create()
-    plan.runs[0].model.mkdir(parents=True)
-    posthoc.measure_entropy_gaps(study)
-    assert not study.store.entropy_gap_file(MODEL).exists()
 
 
 def test_answers_that_no_temperature_fits_are_skipped(study, folders, capsys):
@@ -523,15 +283,6 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(
     assert training.train(tiny_study, PART["base-mean"], asked) == 0
 
 
-def test_open_instruct_reads_the_same_conversations(folders):
-    row = {"instruction": "Add", "input": "1 and 2", "output": "3"}
-    write_text(folders / "data/alpaca/alpaca_data.json", json.dumps([row]))
-    training.write_conversations()
-    asked, answer = json.loads((folders / "data/alpaca/messages.jsonl").read_text())["messages"]
-    assert asked == {"role": "user", "content": "Add\n\n### Input:\n1 and 2"}
-    assert answer == {"role": "assistant", "content": "3"}
-
-
 def test_confidences_by_the_norm_of_the_answers_logits(folders):
     """Ranks of what Cattelan & Silva divide, one question after another."""
     write_records(file := folders / "mmlu.jsonl", 300, 1.5, seed=1)
@@ -564,14 +315,6 @@ def test_a_temperature_by_agreement_is_fitted_where_models_agree(folders):
     assert derived.agreement_temperature(base, tuned) == pytest.approx(2, abs=1e-3)
 
 
-def test_records_of_other_questions_are_not_packed_together(study, folders):
-    for name, count in (("a", 300), ("b", 200)):
-        write_records(folders / f"{name}.jsonl", count, 1.0, seed=1)
-    study.store.add("m", RunRecord("base", "a"), {"mmlu": folders / "a.jsonl"})
-    with pytest.raises(InputError, match="mmlu was asked in other words, or of other questions"):
-        study.store.add("m", RunRecord("base", "b"), {"mmlu": folders / "b.jsonl"})
-
-
 def add_answers(study: Study, folder: Path, sharpness, tasks=("mmlu",), count=200) -> None:
     """Record answers of known sharpness, by (part, β), of three seeds or of the base model."""
     for (part, beta), sharp in sharpness.items():
@@ -582,13 +325,13 @@ def add_answers(study: Study, folder: Path, sharpness, tasks=("mmlu",), count=20
             study.store.add(MODEL, record, dict.fromkeys(tasks, file))
 
 
-def test_the_report_has_differences_paired_by_seed(study, command, folders):
-    """Of sharpened models, which miscalibration is known to part; rows without runs go."""
+def test_the_reports_differences_and_the_summarys_estimates_are_calibevals(study, folders):
+    """Paired by seed, of sharpened models, which miscalibration is known to part."""
     sharpness = {("base", None): 1.0, ("recommended", 0.0): 2.0, ("recommended", 0.1): 1.5}
     sharpness |= {("sum", 0.0): 2.0, ("sum", 0.1): 2.0}
     add_answers(study, folders, sharpness, count=400)
     study.store.add(MODEL, RunRecord("recommended", "4", label_smoothing=0.0, seed=4), {})
-    assert command(MODEL, "report") == 0
+    assert claims.main([MODEL, "report", "summary"], study.runs_folder, study.store) == 0
     text = (folders / "runs" / f"{MODEL}.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.split("\n\n")[0].splitlines()[2:]]
     found = {row[0]: row[1] for row in rows}
@@ -615,106 +358,17 @@ def test_the_report_has_differences_paired_by_seed(study, command, folders):
     aligned = values["DACA's temperature after β = 0, less β = 0"]
     assert aligned == pytest.approx(-values["β = 0 less base"], abs=0.3)
     assert "high-rate: β = 0.1 less 0" not in found
-    assert (folders / "runs" / "forest.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, folders):
-    add_answers(study, folders, {("recommended", 0.0): 2.0, ("recommended", 0.1): 1.5})
-    assert command(MODEL, "summary") == 0
+    assert (folders / "runs" / "forest.png").exists()
     text = (folders / "runs" / f"{MODEL}-summary.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "as recom" in line]
     assert [row[:3] for row in rows] == [["as recommended", beta, "3"] for beta in ("0", "0.1")]
-    at = folders / "runs" / "unpacked" / MODEL / "recommended"
-    runs = [evaluations.load(at / f"recommended-0.1-{n}" / "mmlu.jsonl") for n in range(3)]
-    accuracy = stats.estimate(runs, "accuracy", "choices")
+    accuracy = stats.estimate(runs[0.1], "accuracy", "choices")
     ends = [100 * end for end in (accuracy.value, accuracy.low, accuracy.high)]
     assert rows[1][3] == "{:.1f} [{:.1f}, {:.1f}]".format(*ends)
     for column, confidence in ((4, "choices"), (5, "vocabulary")):
-        assert rows[1][column] == f"{stats.estimate(runs, 'ece', confidence).value:.3f}"
-        loss = stats.estimate(runs, "nll", confidence)
+        assert rows[1][column] == f"{stats.estimate(runs[0.1], 'ece', confidence).value:.3f}"
+        loss = stats.estimate(runs[0.1], "nll", confidence)
         assert rows[1][column + 2] == f"{loss.value:.3f} [{loss.low:.3f}, {loss.high:.3f}]"
-    runs += [evaluations.load(at / f"recommended-0.0-{n}" / "mmlu.jsonl") for n in range(3)]
-    floors = [run.floor_tests[c]["ece"].floor for run in runs for c in ("choices", "vocabulary")]
-    stated = float(re.search(r"an ECE of up to (\d\.\d+) here", text).group(1))
-    assert stated == round(max(floors), 3)
-
-
-def test_a_contrast_is_over_the_seeds_that_both_sides_have(study, folders):
-    """Without a common one there is none; the base model stands beside every seed. All right and
-    all wrong differ in AURC by a value that has no interval."""
-    for part, seed, is_right in (("recommended", 0, 1), ("recommended", 3, 1), ("base", None, 0)):
-        write_records(file := folders / f"{part}{seed}.jsonl", 8, 1.5, seed=7)
-        rows = read_lines(file)
-        for row in rows:
-            chosen = row["label"] if is_right else (row["label"] + 1) % 4
-            row["logprobs"] = [-0.1 if choice == chosen else -5.0 for choice in range(4)]
-        write_lines(file, rows)
-        record = RunRecord(part, f"{part}{seed}", label_smoothing=0.0, seed=seed)
-        study.store.add(MODEL, record, {"mmlu": file})
-    smoothed = RunRecord("recommended", "other", label_smoothing=0.1, seed=3)
-    study.store.add(MODEL, smoothed, {"mmlu": folders / "recommended3.jsonl"})
-    runs = derived.answered_runs(study)
-
-    def difference(plus, minus):
-        contrast = contrasts.pair("", plus, minus)
-        return contrasts.difference(runs, contrast, contrasts.GUARDS["aurc"])
-
-    harm = difference(answers.PLAIN, answers.BASE)
-    assert harm.estimate.value == pytest.approx(-100) and harm.seeds == 2
-    assert harm.estimate.low is None and report.format_cell(harm) == "-100.00 (2)"
-    assert not forest.has_interval(harm)
-    assert difference(answers.SMOOTHED, answers.PLAIN).seeds == 1
-    itself = difference(answers.BASE, answers.BASE)
-    assert itself.estimate.value == 0 and itself.seeds == 1
-    assert difference(answers.OVER_TRAINED, answers.PLAIN) is None
-
-
-def test_over_trained_answers_are_read_at_a_temperature_of_others(study, folders):
-    """On MMLU of the other half of the questions, elsewhere of all of MMLU's."""
-    tasks = {}
-    for seed, task in enumerate(("mmlu", "arc-letters")):
-        write_records(folders / f"{task}.jsonl", 200, 3.0, seed=seed)
-        tasks[task] = folders / f"{task}.jsonl"
-    study.store.add(MODEL, RunRecord("over-trained", "h", label_smoothing=0.0, seed=0), tasks)
-    over_trained, at_temperature = derived.answered_runs(study)
-    assert at_temperature.record.key == ("over-trained-temperature", "0")
-
-    before = records.read(over_trained.folder / "mmlu.jsonl")
-    expected, halves = cross_fitted(before)
-    found = records.read(at_temperature.folder / "mmlu.jsonl")
-    assert halves[0] != halves[1] and min(halves) > 1.5
-    np.testing.assert_allclose(found.logprobs, expected.logprobs)
-    assert np.isnan(found.letter_mass).all() and found.ids == before.ids
-
-    elsewhere = records.read(at_temperature.folder / "arc-letters.jsonl")
-    carried = records.read(over_trained.folder / "arc-letters.jsonl").logprobs
-    scaled = torch.tensor(carried / at_temperature.record.temperature).log_softmax(-1)
-    np.testing.assert_allclose(elsewhere.logprobs, scaled)
-    assert at_temperature.record.temperature == scaling.fit(before, np.ones(200, bool))[0]
-
-
-@pytest.mark.parametrize("normalise", [None, "sum"])
-def test_the_quick_figures_are_those_of_stats(folders, normalise):
-    """Of the file as it is now: a temperature that was fitted anew changes it within a process."""
-    write_records(folders / "mmlu.jsonl", 200, 1.0, seed=8)
-    quick_evaluation.load(folders / "mmlu.jsonl", ("accuracy",), normalise)
-    contrasts.with_normalized_logits(folders / "mmlu.jsonl")
-    write_records(folders / "mmlu.jsonl", 300, 1.5, seed=7)
-    expected = evaluations.load(folders / "mmlu.jsonl", normalise)
-    metrics = ("accuracy", "nll", "aurc", "rms_debiased")
-    found = quick_evaluation.load(folders / "mmlu.jsonl", metrics, normalise)
-    assert found.confidences == expected.confidences == ("choices", "vocabulary")
-    assert found.questions_sha256 == expected.questions_sha256
-    for confidence in found.confidences:
-        name = "rms_debiased"
-        squares = found.squares[confidence][name], expected.squares[confidence][name]
-        assert found.squared_values[confidence][name] == expected.squared_values[confidence][name]
-        np.testing.assert_array_equal(squares[0].noise_part, squares[1].noise_part)
-        np.testing.assert_array_equal(squares[0].gap_part, squares[1].gap_part)
-        for name in ("accuracy", "nll", "aurc"):
-            assert found.values[confidence][name] == expected.values[confidence][name]
-            draws = found.draws[confidence][name], expected.draws[confidence][name]
-            np.testing.assert_array_equal(*draws)
 
 
 @pytest.mark.parametrize(
@@ -739,53 +393,60 @@ def test_planned_runs_are_the_published_ones(model):
     assert {part for part, _ in planned - trained} == not_run.get(model, NOT_RUN)
 
 
-def test_the_manifest_tells_the_published_files():
-    manifest = json.loads(PUBLISHED.manifest.read_text())
-    files = {path.name: path for path in PUBLISHED.folder.glob("*.parquet")}
-    assert manifest.keys() == files.keys()
-    for name, path in files.items():
-        assert manifest[name]["sha256"] == sha256(path)
-        assert manifest[name]["bytes"] == path.stat().st_size
-        assert manifest[name]["rows"] == parquet.read_metadata(path).num_rows
+def test_merging_changes_where_records_are_and_not_what_they_say(study, folders):
+    """Of a run that is recorded again the new ones count; one of other questions is refused."""
+    store = study.store
+
+    def add(names: str, sharpness: float) -> None:
+        for seed, name in enumerate(names):
+            write_records(folders / f"{name}.jsonl", 30, sharpness + seed, seed=1)
+            record = RunRecord("recommended", name, label_smoothing=0.1, seed=seed)
+            store.add("m", record, {"mmlu": folders / f"{name}.jsonl"})
+
+    def texts() -> dict[str, str]:
+        unpacked = {}
+        for record in store.runs("m"):
+            if not record.tasks:
+                continue
+            store.unpack("m", record, store.questions(), folders / "unpacked")
+            unpacked[record.run] = (folders / "unpacked/mmlu.jsonl").read_text()
+        return unpacked
+
+    add("ab", sharpness=1.0)
+    earlier = texts()
+    store.merge("m")
+    assert texts() == earlier
+    add("abc", sharpness=3.0)  # two of which are there already
+    store.add("m", RunRecord("grid", "r", learning_rate=2e-5, seed=0, held_out_loss=1.5), {})
+    runs = store.runs("m")
+    before = texts()
+    assert all(before[name] != earlier[name] for name in "ab")
+    store.merge("m")
+    assert store.runs("m") == runs
+    assert texts() == before
+    assert list((folders / "records/m").glob("*/*.parquet")) == []
+    manifest = json.loads(store.manifest.read_text())
+    assert manifest["m.parquet"]["sha256"] == sha256(store.model_file("m"))
+    write_records(folders / "other.jsonl", 20, 1.0, seed=1)
+    with pytest.raises(InputError, match="mmlu was asked in other words"):
+        store.add("m", RunRecord("base", "b"), {"mmlu": folders / "other.jsonl"})
 
 
-def test_published_records_need_no_runs(folders, monkeypatch, capsys):
-    """In a fresh clone the command ends well: nothing is trained, and what needs a trained model
-    says so and is left out."""
-    monkeypatch.setattr(training.subprocess, "Popen", None)
-    monkeypatch.setattr(training.subprocess, "run", None)
-    before = sha256(PUBLISHED.model_file(MODEL))
-    # The name of a run of `base-mean` has the published folder of runs in it.
-    names = [name for name in RUNS if name not in NOT_RUN and name != "base-mean"]
-    steps = ["temperature", "averaged", "entropy-gap"]
-    assert claims.main([MODEL, *names, *steps], folders / "runs", PUBLISHED) == 0
-    printed_errors = capsys.readouterr().err
-    assert "entropy-gap: skipped, since no trained models are in" in printed_errors
-    assert "temperature:" not in printed_errors
-    assert sha256(PUBLISHED.model_file(MODEL)) == before
+def test_open_instruct_reads_the_same_conversations(folders):
+    row = {"instruction": "Add", "input": "1 and 2", "output": "3"}
+    write_text(folders / "data/alpaca/alpaca_data.json", json.dumps([row]))
+    training.write_conversations()
+    asked, answer = json.loads((folders / "data/alpaca/messages.jsonl").read_text())["messages"]
+    assert asked == {"role": "user", "content": "Add\n\n### Input:\n1 and 2"}
+    assert answer == {"role": "assistant", "content": "3"}
 
 
-def test_pandas_alone_reads_the_published_records():
-    runs = pd.read_parquet(PUBLISHED.model_file(MODEL))
-    questions = pd.read_parquet(PUBLISHED.question_file)
-    chosen = (runs.part == "base") & (runs.task == "arc-letters")
-    answers = runs[chosen].merge(questions, on=["task", "question"])
-    assert len(answers) == 2376
-    assert (answers.logprob_steps.map(len) == answers.choices).all()
-    assert (answers.logprob_steps.map(max) <= 0).all()
-    unscored = runs[runs.task.isna()]
-    assert sorted(unscored.part.unique()) == ["grid", "temperature"]
-    assert unscored[unscored.part == "grid"].held_out_loss.notna().all()
-
-
-@pytest.mark.parametrize("first", ["high-rate", "recommended"])
-def test_the_base_model_is_asked_the_tasks_of_all_parts(study, folders, monkeypatch, first):
-    """Whichever part comes first: `high-rate` asks MMLU alone, and `recommended` five tasks."""
+def test_the_base_model_is_asked_the_tasks_of_all_parts(study, folders, monkeypatch):
+    """`high-rate`, which comes first here, asks MMLU alone, and `recommended` five tasks."""
     monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
-    second = "recommended" if first == "high-rate" else "high-rate"
     wanted = ["mmlu", "arc-letters", "arc-continuation"]
     wanted += ["hellaswag-letters", "hellaswag-continuation"]
-    for name in (first, second):
+    for name in ("high-rate", "recommended"):
         part = PART[name]
         overrides = [*parts.sweep_overrides(study, part, []), f"output_root={study.runs_folder}"]
         plan = plan_sweep(CONFIG, overrides)
@@ -802,69 +463,3 @@ def test_the_base_model_is_asked_the_tasks_of_all_parts(study, folders, monkeypa
         training.keep_records(study, part, plan)
     (record,) = study.store.runs(MODEL)
     assert sorted(record.tasks) == sorted(wanted)
-
-
-def add_runs(store: RecordStore, folder: Path, names: str, sharpness: float = 1.0) -> None:
-    """A run of `recommended` for each letter of `names`, of other answers each."""
-    for seed, name in enumerate(names):
-        write_records(folder / f"{name}.jsonl", 30, sharpness + seed, seed=1)
-        record = RunRecord("recommended", name, label_smoothing=0.1, seed=seed)
-        store.add("m", record, {"mmlu": folder / f"{name}.jsonl"})
-
-
-def unpacked_texts(store: RecordStore, out: Path) -> dict[str, str]:
-    texts = {}
-    for record in store.runs("m"):
-        store.unpack("m", record, store.questions(), out)
-        texts[record.run] = (out / "mmlu.jsonl").read_text()
-    return texts
-
-
-def test_merging_changes_where_records_are_and_not_what_they_say(study, folders):
-    store = study.store
-    add_runs(store, folders, "ab")
-    store.merge("m")
-    earlier = unpacked_texts(store, folders / "earlier")
-    add_runs(store, folders, "abc", sharpness=3.0)  # two of which are there already
-    runs = store.runs("m")
-    texts = unpacked_texts(store, folders / "before")
-    assert all(texts[name] != earlier[name] for name in "ab")
-    store.merge("m")
-    assert store.runs("m") == runs
-    assert [record.run for record in runs] == ["a", "b", "c"]
-    assert unpacked_texts(store, folders / "after") == texts
-    assert list((folders / "records/m").glob("*/*.parquet")) == []
-    manifest = json.loads(store.manifest.read_text())
-    assert manifest["m.parquet"]["rows"] == 90
-    assert manifest["m.parquet"]["sha256"] == sha256(store.model_file("m"))
-
-
-def test_a_run_that_is_recorded_again_has_its_new_records(study):
-    """Before and after the next merge, and so a temperature that is fitted anew. One that was not
-    scored has its setting."""
-    store = study.store
-    grid = RunRecord("grid", "r", learning_rate=2e-5, seed=0, held_out_loss=1.5)
-    store.add("other", grid, {})
-    store.merge("other")
-    assert store.runs("other") == [grid]
-    for temperature in (1.1, 2.2):
-        store.add("m", RunRecord("temperature", "r", seed=0, temperature=temperature), {})
-        assert [record.temperature for record in store.runs("m")] == [temperature]
-        store.merge("m")
-        assert [record.temperature for record in store.runs("m")] == [temperature]
-
-
-def test_a_merge_that_is_cut_short_is_done_again(study, folders, monkeypatch):
-    """Whether the model's file, the manifest or both are written."""
-    store = study.store
-    add_runs(store, folders, "ab")
-    texts = unpacked_texts(store, folders / "before")
-    for cut in ("write_text", "sha256"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"studies.claims.records.{cut}", None)
-            with pytest.raises(TypeError):
-                store.merge("m")
-        assert unpacked_texts(store, folders / "between") == texts
-    store.merge("m")
-    assert unpacked_texts(store, folders / "after") == texts
-    assert json.loads(store.manifest.read_text())["m.parquet"]["rows"] == 60

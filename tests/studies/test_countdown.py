@@ -131,16 +131,6 @@ def test_from_nothing_to_the_tables(run, tmp_path, capsys):
     assert len({*chain(*pools.values())}) == sum(map(len, pools.values())) == len(solved)
 
 
-def test_results_of_another_version_are_not_mixed_with_new_ones(run, tmp_path, capsys):
-    """What is finished is kept, by a digest that says nothing of the program."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "recipe.sha256").write_text("of another version")
-    assert run() == 2
-    error = capsys.readouterr().err
-    assert "was made by another version of this study; move it away (`mv " in error
-    assert len(list((tmp_path / "out").iterdir())) == 1
-
-
 def test_bad_input_is_named_before_anything_trains(run, tmp_path, capsys):
     for keys, said in (
         ({"samples": 0}, "samples is 0"),

@@ -1,7 +1,6 @@
 """k-best labelings against enumeration, and their sets against what a hidden Markov model knows."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -128,17 +127,6 @@ def test_a_row_that_counts_no_sentence_says_so(small, capsys):
     printed = capsys.readouterr().out
     assert "nan" not in printed
     assert ["all entities: five and more", "no sentence", "no sentence"] in table_cells(printed)
-
-
-@pytest.mark.slow
-def test_the_page_tells_what_the_command_prints(small, capsys):
-    """The hidden Markov model's columns, by the study's own config.yaml."""
-    assert small(study) == 0
-    printed = table_cells(capsys.readouterr().out)
-    page = (Path(study.__file__).parent / "README.md").read_text(encoding="utf-8")
-    stated = table_cells(page)
-    assert len(printed) == 6
-    assert [cells[:3] for cells in stated] == printed
 
 
 def table_cells(text: str) -> list[list[str]]:

@@ -12,7 +12,7 @@ pip=("$venv/bin/pip" install --quiet --disable-pip-version-check -c configs/cons
 "${pip[@]}" torch
 "${pip[@]}" peft accelerate datasets transformers lightning==2.6.6 \
     -e ./kernel -e ./eval -r tests/requirements.txt
-# What axolotl 0.19.0 asks for, and no TRL that patch_trainer takes: tests/eval/peers_env.sh has one.
+# What axolotl 0.19.0 asks for, and no TRL that patch_trainer takes: .venv has one.
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps trl==1.9.0
 "${pip[@]}" --no-deps axolotl==0.19.0 nemo_automodel==0.7.0 torchtitan==0.3.0 kernels==0.17.2
 "${pip[@]}" triton addict numba colorama pillow python-dotenv spmd_types==0.2.3 tyro torchdata # what those import

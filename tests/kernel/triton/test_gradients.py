@@ -101,12 +101,11 @@ def test_unlikely_targets(mode, loss):
 @pytest.mark.parametrize(
     ("mode", "softcap", "dtype"),
     [
-        *itertools.product(
-            [GRAD_IN_FORWARD, RECOMPUTE, {"reduction": "none"}, CHUNKED],
-            SOFTCAPS,
-            [torch.float32],
-        ),
-        *itertools.product([GRAD_IN_FORWARD], SOFTCAPS, [HALF]),
+        # Only gradients in the forward are made otherwise under the middle one.
+        *itertools.product([GRAD_IN_FORWARD], SOFTCAPS, [torch.float32, HALF]),
+        *itertools.product([RECOMPUTE, CHUNKED], SOFTCAPS[::2], [torch.float32]),
+        *itertools.product([RECOMPUTE], SOFTCAPS[::2], [HALF]),
+        ({"reduction": "none"}, SOFTCAPS[0], torch.float32),
         # Where the filter drops a block, a softcap biases the smoothing term: under a cap of 13 no
         # probability is below e^-26, and so none below the threshold.
         pytest.param(FILTERED, 13.0, torch.float32, marks=needs_narrow_cumsum),
