@@ -62,11 +62,11 @@ def test_exact_match_is_the_official_scripts():
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
-    [("The Beatles!", 0.75), ("fab four", 0.75), ("Stones", 0.25), ("", 0.0)],
+    [("The Beatles!", 0.5), ("fab four", 0.25), ("Rolling", 0.0), ("", 0.0)],
 )
-def test_agreement_counts_the_answer_or_one_group_of_aliases(answer, expected):
+def test_agreement_knows_nothing_of_the_right_answer(answer, expected):
     samples = ["beatles", "The  fab-four", "stones", "Beatles."]
-    assert written.agreement(answer, samples, ["Beatles", "Fab Four"]) == expected
+    assert written.agreement(answer, samples) == expected
 
 
 @pytest.fixture
@@ -267,7 +267,10 @@ def test_metrics_and_comparisons_are_of_the_confidence(tmp_path, run):
     assert found["accuracy_at_50"].value == pytest.approx(sum(y for _, y in surest) / len(surest))
     points = [(1 if y else -3) if one > 0.75 else 0 for one, y in zip(p, right, strict=True)]
     assert found["penalized_75"].value == pytest.approx(sum(points) / len(points))
-    assert found["penalized_75"].low < found["penalized_75"].value < found["penalized_75"].high
+    assert found["penalized_50"].low < found["penalized_50"].value < found["penalized_50"].high
+    # A wrong answer costs 9 points, and so few were given that intervals would not cover.
+    assert sum(one > 0.9 and not y for one, y in zip(p, right, strict=True)) < 20
+    assert found["penalized_90"].low is None
     assert compare(a, b)["choices"]["brier"]["better"] == "a"
     by_share = run("metrics", a, "--normalise", "agreement", "--subjects").out
     assert "written answers, confidence by agreement" in by_share

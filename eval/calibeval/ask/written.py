@@ -55,15 +55,10 @@ def is_right(answer: str, aliases: Iterable[str]) -> bool:
     return normalized(answer) in {normalized(alias) for alias in aliases}
 
 
-def agreement(answer: str, samples: Sequence[str], aliases: Sequence[str]) -> float:
-    """Return the share of samples that say the same as the answer.
-
-    They do if they are the same when `normalized`, or if both are aliases of the right answer.
-    """
-    same = {normalized(answer)}
-    if is_right(answer, aliases):
-        same.update(map(normalized, aliases))
-    return sum(normalized(sample) in same for sample in samples) / len(samples)
+def agreement(answer: str, samples: Sequence[str]) -> float:
+    """Return the share of samples that say the same as the answer, but for `normalized`."""
+    same = [normalized(sample) == normalized(answer) for sample in samples]
+    return sum(same) / len(samples)
 
 
 def room(task_file: TaskFile, tokenizer: "PreTrainedTokenizerBase") -> int:
@@ -139,7 +134,7 @@ class Writer:
                 fields["cut"] = True
             if sampled:
                 fields["samples"] = [self._text(sample, how.stop) for sample in sampled]
-                fields["agreement"] = agreement(text, fields["samples"], aliases)
+                fields["agreement"] = agreement(text, fields["samples"])
             yield index, likelihoods[index], fields
 
     def _text(self, answer: Written, stop: Sequence[str]) -> str:

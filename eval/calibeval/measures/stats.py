@@ -251,9 +251,12 @@ def estimate_mean(side: Side, lowest: float = -math.inf, highest: float = math.i
         answers = side.right_answers.mean(0)
         interval = _with_formula(interval, value, answers, side.right_answer_adds, wilson)
     elif side.cluster_count is None and side.unit_values is not None:
-        questions = effective_count(side.unit_values.mean(0))
+        units = side.unit_values.mean(0)
+        questions = effective_count(units)
         if questions < (FEWEST_OF_MEAN if side.is_mean else FEWEST_OF_RANK):
             return Estimate(value)
+        if lowest < 0 and np.count_nonzero(units < 0) < FEWEST_OF_MEAN:
+            return Estimate(value)  # how often a value is far below 0 would be read off too few
         interval = _widened(interval, value, questions)
     low, high = interval
     if high - low < ROUNDING:
