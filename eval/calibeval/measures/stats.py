@@ -159,7 +159,7 @@ def estimate(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefiniti
     where the questions differ.
     """
     same_questions(seeds)
-    if any(among not in evaluation.confidences for evaluation in seeds):
+    if not _was_computed(seeds, metric, among):
         return Estimate()
     floor = None
     p_calibrated = None
@@ -224,7 +224,7 @@ def contrast(
     """
     everything = [evaluation for _, seeds in terms for evaluation in seeds]
     same_questions(everything)
-    if any(among not in evaluation.confidences for evaluation in everything):
+    if not _was_computed(everything, metric, among):
         return Estimate()
     if metric in COMPARED_BY_SQUARE and everything[0].cluster is None:
         sides = _square_sides(terms, metric, among)
@@ -542,6 +542,16 @@ def seed_inflation(sides: Sequence[Side]) -> float:
             spread = ratio**2 * side.values.var(ddof=1) - own_noise
             seed_variance += max(spread, 0.0) / seeds
     return math.sqrt(1 + seed_variance / question_variance)
+
+
+def _was_computed(
+    evaluations: Sequence[Evaluation], metric: str, among: ConfidenceDefinition
+) -> bool:
+    """Whether all have the metric; some are computed only where they are named."""
+    of_metric = "squared_values" if metric in COMPARED_BY_SQUARE else "values"
+    return all(
+        metric in getattr(evaluation, of_metric).get(among, {}) for evaluation in evaluations
+    )
 
 
 def _values(seeds: Sequence[Evaluation], metric: str, among: ConfidenceDefinition) -> np.ndarray:

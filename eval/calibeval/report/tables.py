@@ -428,7 +428,7 @@ def tidy(results: Results) -> pd.DataFrame:
             about["questions"] = evaluations[0].questions
             masses = pd.Series([evaluation.letter_mass for evaluation in evaluations], dtype=float)
             about["letter_mass"] = masses.mean()
-            for among, metric in product(CONFIDENCES, METRICS):
+            for among, metric in product(CONFIDENCES, evaluations[0].metrics):
                 if all(among in evaluation.confidences for evaluation in evaluations):
                     kind = {"confidence": among, "metric": metric}
                     values = row.estimate(data_set, metric, among).as_dict()
