@@ -109,7 +109,9 @@ def test_nobody_waits_for_a_planted_pipe(toy_file, word, name):
     assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("place", ["jobs", "jobs/abc123", "own-run", "RUN/scores"])
+@pytest.mark.parametrize(
+    "place", ["jobs", "jobs/abc123", "own-run", ".evil", "results", "RUN/scores"]
+)
 @pytest.mark.parametrize("word", ["status", "collect", "cancel"])
 def test_no_look_goes_through_a_planted_link(toy_file, tmp_path, word, place):
     """`cancel` ended another sweep's job, and `collect` wrote beside other records."""
