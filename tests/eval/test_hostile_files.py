@@ -413,7 +413,10 @@ def data_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("card", ["README.md", ".huggingface.yaml"])
 @pytest.mark.parametrize(
     "place",
-    ["ftp://127.0.0.1:9/a.csv", "zip://a.csv::https://127.0.0.1:9/a", "/etc/passwd", "../a.csv"],
+    [
+        *("ftp://127.0.0.1:9/a.csv", "zip://a.csv::https://127.0.0.1:9/a", "/etc/passwd"),
+        *("../a.csv", "file:/etc/passwd", "local:/etc/passwd"),
+    ],
 )
 def test_a_folder_of_data_names_no_address_and_no_file_elsewhere(data_folder, card, place):
     """`datasets` asked the address, in a dry run too."""
