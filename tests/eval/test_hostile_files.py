@@ -375,6 +375,21 @@ def test_nothing_is_kept_beside_records_of_others_nor_believed(tmp_path, monkeyp
     assert evaluations.load(file, parts=[]).model == "?"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a link away needs root")
+def test_nothing_is_kept_where_another_users_link_leads(tmp_path):
+    file = tmp_path / "mine" / "r.jsonl"
+    file.parent.mkdir()
+    file.write_text(json.dumps(CONTINUATION) + "\n")
+    link = tmp_path / "shared"
+    link.symlink_to(file.parent)
+    os.lchown(link, 1, 1)
+    evaluations.load(link / "r.jsonl", parts=[])
+    assert list(file.parent.iterdir()) == [file]
+    os.lchown(link, 0, 0)
+    evaluations.load(link / "r.jsonl", parts=[])
+    assert len(list(file.parent.iterdir())) == 2
+
+
 @pytest.mark.parametrize("data", ["hub:pandas", "hub:../pandas", "pandas"])
 def test_no_reader_of_datasets_is_called_by_the_name_of_data(tmp_path, monkeypatch, data):
     """`datasets` has readers of such names; pandas unpickled what lay in the current folder."""
