@@ -131,7 +131,8 @@ def _show_traceback(
 
 def _show_error(message: str) -> None:
     if len(message) > MESSAGE_CHARACTERS:
-        message = f"{message[:MESSAGE_CHARACTERS]} …"
+        half = MESSAGE_CHARACTERS // 2
+        message = f"{message[:half]} … {message[-half:]}"
     show(hanging(f"error: {message}"), to_stderr=True)
 
 

@@ -58,10 +58,15 @@ def test_json_that_is_nested_without_end_is_no_json(tmp_path):
         (f"a: {DEEP}", "not YAML: .*(nest|deep)"),
         ("shots: 2026-02-30", "not YAML: day is out of range"),
         (f"shots: {'9' * 5000}", "not YAML: "),
-        (f"topic: '{{{{ {'(' * 9999} }}}}'", "topic is .*: not Jinja"),
+        (f"topic: '{{{{ {'(' * 4999} }}}}'", "topic is .*: not Jinja"),
+        (
+            f"topic: '{{{{ 1{'+1' * 99_999} }}}}'",
+            "topic is .*: has 200,005 characters, and may have 10,000",
+        ),
+        (f"a: {'[' * 900}{']' * 900}", "not YAML: nested too deep"),
         ("#" * (1 << 20) + "\nshots: 1", "is larger than 1,048,576 bytes"),
     ],
-    ids=["aliases", "deep", "a date", "a number", "brackets", "a large file"],
+    ids=["aliases", "deep", "a date", "a number", "brackets", "a sum", "a list", "a large file"],
 )
 def test_a_task_file_without_end_is_refused_in_time(task_file, text, problem):
     path = task_file(text)
@@ -199,10 +204,11 @@ def test_a_line_within_a_message_is_indented(capsys):
 
 def test_a_value_of_a_message_does_not_flood_the_terminal(capsys):
     def work():
-        raise InputError(f"a: is {'x' * 1_000_000}")
+        raise InputError(f"a: is {'x' * 1_000_000}: the reason")
 
     assert finish(work) == 2
-    assert len(capsys.readouterr().err) < 11_000
+    printed = capsys.readouterr().err
+    assert len(printed) < 11_000 and printed.endswith("the reason\n")
 
 
 def test_a_traceback_has_no_control_characters(capsys, monkeypatch):

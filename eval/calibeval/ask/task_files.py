@@ -70,6 +70,7 @@ PARTS = (
     *(nodes.Concat, nodes.Add, nodes.Sub, nodes.Div, nodes.Neg),
 )
 MOST_PARTS = 64
+LONGEST_TEMPLATE = 10_000  # characters, which Jinja takes a while to read
 MOST_CHARACTERS = 1 << 20  # of the columns that a template names, and of what `replace` makes
 METHODS = (
     *("capitalize", "count", "endswith", "find", "get", "index", "lower", "lstrip", "partition"),
@@ -182,6 +183,8 @@ class Template:
     """A text with Jinja, whose value depends on variables."""
 
     def __init__(self, text: str):
+        if len(text) > LONGEST_TEMPLATE:
+            raise ValueError(f"has {len(text):,} characters, and may have {LONGEST_TEMPLATE:,}")
         self.text = text
         self._evaluate: Callable[..., Any]
         expression = EXPRESSION.fullmatch(text)
