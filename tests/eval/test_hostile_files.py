@@ -191,6 +191,7 @@ def test_another_users_link_to_a_file_of_ones_own_is_not_followed(tmp_path):
 def test_control_characters_are_written_out():
     assert printable("a\x1b[2J\x9b\r\x7fb\n\tü") == r"a\u001b[2J\u009b\u000d\u007fb" + "\n\tü"
     assert printable("\u202e\ud800\u2028") == r"\u202e\ud800\u2028"
+    assert printable("\u061c\u200b\u206a\u206f\ufeff") == r"\u061c\u200b\u206a\u206f\ufeff"
     assert csv_text("=\x1b[2J") == r"'=\u001b[2J"
 
 
@@ -268,6 +269,18 @@ def test_names_of_an_index_reach_tables_and_figures_without_control_characters(t
     assert not any("\x1b" in text or "\x9b" in text or "\nforged" in text for text in texts)
     index.write_text(json.dumps({**entry, "label_smoothing": 0.0, "x": DIGITS}) + "\n")
     assert main(["collect", str(index), "--out", str(tmp_path / "out")]) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["metrics", "FILE"], ["compare", "FILE", "FILE"], ["conformal", "FILE"]]
+)
+def test_a_files_name_makes_no_line_of_its_own(tmp_path, capsys, words):
+    file = tmp_path / "r\nforged\x1b.jsonl"
+    rows = [{**CONTINUATION, "id": f"{number}"} for number in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([str(file) if word == "FILE" else word for word in words]) == 0
+    printed = capsys.readouterr().out
+    assert "\n       forged\\u001b.jsonl" in printed and "\nforged" not in printed
 
 
 def inspect_log(token="A", logprob=-0.1, epoch=1, packages=None):

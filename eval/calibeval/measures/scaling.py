@@ -7,7 +7,6 @@ all choices falls out of p. A temperature never changes their order, so accuracy
 """
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import logsumexp
 
 from calibeval import records
-from calibeval.io import InputError, counted, json_lines, sha256
+from calibeval.io import InputError, counted, hanging, json_lines, sha256, show
 from calibeval.records import Records
 
 LOG_TEMPERATURE_LIMIT = 4.0  # of |log τ|
@@ -164,10 +163,8 @@ def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
         if not right.any():
             raise NoTemperature(answers.path, reason, OTHER_RECORDS)
         limit = math.exp(fitted.x)
-        print(
-            f"warning: {answers.path}: {reason}; took {limit:.3g}, the end of the search",
-            file=sys.stderr,
-        )
+        warning = f"warning: {answers.path}: {reason}; took {limit:.3g}, the end of the search"
+        show(hanging(warning), to_stderr=True)
     return math.exp(fitted.x), float(fitted.fun)
 
 
