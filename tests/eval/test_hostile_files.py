@@ -18,7 +18,8 @@ from calibeval.ask.tasks import load
 from calibeval.imports import inspect_ai, lighteval, lm_eval
 from calibeval.io import InputError, finish, json_lines, parse_json, printable, read_text
 from calibeval.measures import evaluations
-from calibeval.report.tables import csv_text
+from calibeval.report import tables
+from calibeval.report.tables import csv_text, markdown_text
 
 DEEP = "[" * 200_000
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -281,6 +282,25 @@ def test_a_files_name_makes_no_line_of_its_own(tmp_path, capsys, words):
     assert main([str(file) if word == "FILE" else word for word in words]) == 0
     printed = capsys.readouterr().out
     assert "\n       forged\\u001b.jsonl" in printed and "\nforged" not in printed
+
+
+def test_texts_of_an_index_are_no_links_in_markdown():
+    text = r"![a](http://b) \[c](d) $e$ <f> | [0.1, 0.2]"
+    shown = r"![a\](http://b) \\[c\](d) \$e\$ &lt;f> \| [0.1, 0.2]"
+    assert markdown_text(text) == shown
+
+
+def test_a_drawn_figure_that_is_no_file_is_not_read(tmp_path, monkeypatch):
+    figure = (Path("/dev/null"), "a figure")
+    monkeypatch.setattr(tables.figures, "draw", lambda results, out: [figure])
+    index = tmp_path / "index.jsonl"
+    index.write_text(
+        json.dumps({"records": "r.jsonl", "label_smoothing": 0.0, "model": "m", "dataset": "d"})
+        + "\n"
+    )
+    (tmp_path / "r.jsonl").write_text(json.dumps(CONTINUATION) + "\n")
+    with pytest.raises(OSError, match="a pipe or a device"):
+        tables.collect(index, tmp_path / "out")
 
 
 def inspect_log(token="A", logprob=-0.1, epoch=1, packages=None):
