@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 import calibeval
 from calibeval.ask.request import DEFAULT_COLUMNS, Request, Task
-from calibeval.io import CONTINUES, InputError, counted, finish, show
+from calibeval.io import CONTINUES, InputError, counted, finish, hanging, show
 from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_file
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def print_metrics(path: Path, summary: dict[str, Any]) -> None:
         asked = "letters, whose mass among all tokens is not known"
     else:
         asked = f"letter mass {summary['letter_mass']:.3f}"
-    show(f"{path}: {counted(summary['questions'], 'question')}, {asked}")
+    show(hanging(f"{path}: {counted(summary['questions'], 'question')}, {asked}"))
     headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
     table = pd.DataFrame(summary["metrics"]).map(str)
     show(table.rename(columns=headings).to_string())
@@ -326,8 +326,8 @@ def run_compare(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"a": str(arguments.a), "b": str(arguments.b), "comparison": comparisons})
         return
-    show(f"A {arguments.a}")
-    show(f"B {arguments.b}")
+    show(hanging(f"A {arguments.a}"))
+    show(hanging(f"B {arguments.b}"))
     print("Which is better calibrated as a whole: read nll and brier first.")
     for confidence, comparison_of_metric in comparisons.items():
         print_comparisons(confidence, comparison_of_metric)
@@ -505,11 +505,12 @@ def run_conformal(arguments: argparse.Namespace) -> None:
         if arguments.json:
             print_json({"records": str(path), "alpha": alpha, "score": score, "sets": sets})
             continue
-        show(
+        line = (
             f"{path}: {counted(len(scored), 'question')}, {score} sets at 1 − α = {1 - alpha:g}, "
             f"random halves calibrate: coverage {sets.coverage:.3f} ± {sets.coverage_sd:.3f}, "
             f"mean size {sets.size:.3f} ± {sets.size_sd:.3f}, {sets.questions} tested"
         )
+        show(hanging(line))
 
 
 # --- collect ---

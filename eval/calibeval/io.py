@@ -72,10 +72,12 @@ WHOLE_FILE = 64 << 20  # bytes of the largest file that `read_text` reads unless
 LARGE_FILE = 4 << 30  # bytes of the largest file of records, or log of them, that is read
 MESSAGE_CHARACTERS = 10_000  # of an error that is printed, which may quote somebody's long value
 LINE_CHARACTERS = 64 << 20  # of the longest line of a JSON-lines file
-# What a terminal obeys, the marks among it that turn the direction of writing, and the halves of
-# surrogate pairs, which no terminal can be sent.
+# What a terminal obeys, the marks among it that turn the direction of writing or are not seen, and
+# the halves of surrogate pairs, which no terminal can be sent. The joiners U+200C and U+200D, which
+# some languages need, are none of it.
 CONTROL_CHARACTERS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    "\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 # The pipes that a user may name for a file, as a shell does for <(command).
 NAMED_PIPES = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")
@@ -131,7 +133,8 @@ def _show_traceback(
 
 def _show_error(message: str) -> None:
     if len(message) > MESSAGE_CHARACTERS:
-        message = f"{message[:MESSAGE_CHARACTERS]} …"
+        half = MESSAGE_CHARACTERS // 2
+        message = f"{message[:half]} … {message[-half:]}"
     show(hanging(f"error: {message}"), to_stderr=True)
 
 

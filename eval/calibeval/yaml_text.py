@@ -8,7 +8,8 @@ from calibeval.io import InputError
 
 # With libyaml it is ten times as fast.
 SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-MOST_BYTES = 1 << 20  # of a file; that takes seconds to read
+MOST_BYTES = 1 << 20  # of a file
+MOST_LEVELS = 100  # of lists and mappings in each other; Python walks through about 1,000
 # What PyYAML raises for a value that is not of the type that its tag or its form says, such as the
 # 30th of February.
 VALUE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -18,14 +19,15 @@ def parse(text: str, source: str, loader_class: Any = SafeLoader) -> tuple[Any, 
     """The value of a YAML text, and its root node, which is None where the text is empty.
 
     Raises `InputError`, beginning with `source`, where the text is no YAML; where a key is no
-    single word; and for aliases (`*name`), with which a few lines stand for billions of values.
+    single word; where lists and mappings are nested too deep; and for aliases (`*name`), with which
+    a few lines stand for billions of values.
     """
     loader = loader_class(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None, None
-        _refuse_aliases_and_nested_keys(node, source)
+        _refuse_aliases_and_nesting(node, source)
         return loader.construct_document(node), node
     except yaml.MarkedYAMLError as error:
         place = source if error.problem_mark is None else _place(error.problem_mark, source)
@@ -46,21 +48,23 @@ def _place(mark: yaml.Mark, source: str) -> str:
     return f"{source}:{mark.line + 1}:{mark.column + 1}"
 
 
-def _refuse_aliases_and_nested_keys(root: yaml.Node, source: str) -> None:
-    """Raise `InputError` for a node that stands in two places, and for a key that is no word."""
+def _refuse_aliases_and_nesting(root: yaml.Node, source: str) -> None:
+    """Raise `InputError` for a node in two places or too deep, and for a key that is no word."""
     known = set()
-    nodes = [root]
+    nodes = [(root, 0)]
     while nodes:
-        node = nodes.pop()
+        node, level = nodes.pop()
+        if level > MOST_LEVELS:
+            raise InputError(f"{_place(node.start_mark, source)}: not YAML: nested too deep")
         if id(node) in known:
             place = _place(node.start_mark, source)
             raise InputError(f"{place}: is used again by an alias: write it where it is used")
         known.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            nodes.extend(node.value)
+            nodes.extend((item, level + 1) for item in node.value)
         elif isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 if not isinstance(key, yaml.ScalarNode):
                     place = _place(key.start_mark, source)
                     raise InputError(f"{place}: expected a word as a key, found a list or keys")
-                nodes.extend((key, value))
+                nodes.extend(((key, level + 1), (value, level + 1)))

@@ -8,7 +8,7 @@ import torch
 from made_records import WORDS, read_lines, scored, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from calibeval.ask import adaptive
+from calibeval.ask import adaptive, model_digest
 from calibeval.ask.adaptive import TemperatureHead
 
 
@@ -33,7 +33,7 @@ def head_file(tiny_model, tmp_path):
     torch.manual_seed(3)
     head = TemperatureHead(model.config, "transformer")
     torch.nn.init.normal_(head.output.weight, std=0.2)
-    head.save(tmp_path / "head.pt")
+    head.save(tmp_path / "head.pt", model_digest.digest(str(tiny_model)))
     return tmp_path / "head.pt"
 
 
@@ -41,7 +41,7 @@ def logprobs_of_whole(tiny_model, head_file, context: str, choices: list[str]) -
     """log P of each choice by one forward of each whole prompt, at its tokens' temperatures."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    head = TemperatureHead.load(head_file, model.config)
+    head = TemperatureHead.load(head_file, model.config, None)
     start = len(tokenizer(context)["input_ids"])
     found = []
     for choice in choices:
@@ -117,7 +117,7 @@ def test_training_lowers_the_loss_and_leaves_the_model(
     rows = adaptive._rows(alpaca)
     assert len(rows) == 11
     batch = [adaptive._tokenized(row, tokenizer) for row in rows]
-    trained = TemperatureHead.load(out, model.config)
+    trained = TemperatureHead.load(out, model.config, model_digest.digest(str(tiny_model)))
     fresh = TemperatureHead(model.config, kind)
     with torch.no_grad():
         losses = [
@@ -152,6 +152,9 @@ def test_a_head_is_of_its_model(command, tmp_path, refused, head_file):
     other = tmp_path / "other.pt"
     torch.save({"kind": "linear", "state": {"output.weight": torch.ones(1, 3)}}, other)
     assert "is no head of this model" in refused(*command, "--temperature-head", other)
+    content = torch.load(head_file, weights_only=True)
+    torch.save({**content, "model": "0" * 64}, other)  # of another checkpoint of the same shape
+    assert "trained on other weights" in refused(*command, "--temperature-head", other)
     message = refused(*command, "--temperature-head", head_file, "--engine", "vllm")
     assert "--temperature-head: is for engine transformers" in message
 

@@ -18,7 +18,8 @@ from calibeval.ask.tasks import load
 from calibeval.imports import inspect_ai, lighteval, lm_eval
 from calibeval.io import InputError, finish, json_lines, parse_json, printable, read_text
 from calibeval.measures import evaluations
-from calibeval.report.tables import csv_text
+from calibeval.report import tables
+from calibeval.report.tables import csv_text, markdown_text
 
 DEEP = "[" * 200_000
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -58,10 +59,15 @@ def test_json_that_is_nested_without_end_is_no_json(tmp_path):
         (f"a: {DEEP}", "not YAML: .*(nest|deep)"),
         ("shots: 2026-02-30", "not YAML: day is out of range"),
         (f"shots: {'9' * 5000}", "not YAML: "),
-        (f"topic: '{{{{ {'(' * 9999} }}}}'", "topic is .*: not Jinja"),
+        (f"topic: '{{{{ {'(' * 4999} }}}}'", "topic is .*: not Jinja"),
+        (
+            f"topic: '{{{{ 1{'+1' * 99_999} }}}}'",
+            "topic is .*: has 200,005 characters, and may have 10,000",
+        ),
+        (f"a: {'[' * 900}{']' * 900}", "not YAML: nested too deep"),
         ("#" * (1 << 20) + "\nshots: 1", "is larger than 1,048,576 bytes"),
     ],
-    ids=["aliases", "deep", "a date", "a number", "brackets", "a large file"],
+    ids=["aliases", "deep", "a date", "a number", "brackets", "a sum", "a list", "a large file"],
 )
 def test_a_task_file_without_end_is_refused_in_time(task_file, text, problem):
     path = task_file(text)
@@ -186,6 +192,7 @@ def test_another_users_link_to_a_file_of_ones_own_is_not_followed(tmp_path):
 def test_control_characters_are_written_out():
     assert printable("a\x1b[2J\x9b\r\x7fb\n\tü") == r"a\u001b[2J\u009b\u000d\u007fb" + "\n\tü"
     assert printable("\u202e\ud800\u2028") == r"\u202e\ud800\u2028"
+    assert printable("\u061c\u200b\u206a\u206f\ufeff") == r"\u061c\u200b\u206a\u206f\ufeff"
     assert csv_text("=\x1b[2J") == r"'=\u001b[2J"
 
 
@@ -199,10 +206,11 @@ def test_a_line_within_a_message_is_indented(capsys):
 
 def test_a_value_of_a_message_does_not_flood_the_terminal(capsys):
     def work():
-        raise InputError(f"a: is {'x' * 1_000_000}")
+        raise InputError(f"a: is {'x' * 1_000_000}: the reason")
 
     assert finish(work) == 2
-    assert len(capsys.readouterr().err) < 11_000
+    printed = capsys.readouterr().err
+    assert len(printed) < 11_000 and printed.endswith("the reason\n")
 
 
 def test_a_traceback_has_no_control_characters(capsys, monkeypatch):
@@ -262,6 +270,37 @@ def test_names_of_an_index_reach_tables_and_figures_without_control_characters(t
     assert not any("\x1b" in text or "\x9b" in text or "\nforged" in text for text in texts)
     index.write_text(json.dumps({**entry, "label_smoothing": 0.0, "x": DIGITS}) + "\n")
     assert main(["collect", str(index), "--out", str(tmp_path / "out")]) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["metrics", "FILE"], ["compare", "FILE", "FILE"], ["conformal", "FILE"]]
+)
+def test_a_files_name_makes_no_line_of_its_own(tmp_path, capsys, words):
+    file = tmp_path / "r\nforged\x1b.jsonl"
+    rows = [{**CONTINUATION, "id": f"{number}"} for number in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([str(file) if word == "FILE" else word for word in words]) == 0
+    printed = capsys.readouterr().out
+    assert "\n       forged\\u001b.jsonl" in printed and "\nforged" not in printed
+
+
+def test_texts_of_an_index_are_no_links_in_markdown():
+    text = r"![a](http://b) \[c](d) $e$ <f> | [0.1, 0.2]"
+    shown = r"![a\](http://b) \\[c\](d) \$e\$ &lt;f> \| [0.1, 0.2]"
+    assert markdown_text(text) == shown
+
+
+def test_a_drawn_figure_that_is_no_file_is_not_read(tmp_path, monkeypatch):
+    figure = (Path("/dev/null"), "a figure")
+    monkeypatch.setattr(tables.figures, "draw", lambda results, out: [figure])
+    index = tmp_path / "index.jsonl"
+    index.write_text(
+        json.dumps({"records": "r.jsonl", "label_smoothing": 0.0, "model": "m", "dataset": "d"})
+        + "\n"
+    )
+    (tmp_path / "r.jsonl").write_text(json.dumps(CONTINUATION) + "\n")
+    with pytest.raises(OSError, match="a pipe or a device"):
+        tables.collect(index, tmp_path / "out")
 
 
 def inspect_log(token="A", logprob=-0.1, epoch=1, packages=None):
@@ -375,6 +414,21 @@ def test_nothing_is_kept_beside_records_of_others_nor_believed(tmp_path, monkeyp
     assert evaluations.load(file, parts=[]).model == "?"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a link away needs root")
+def test_nothing_is_kept_where_another_users_link_leads(tmp_path):
+    file = tmp_path / "mine" / "r.jsonl"
+    file.parent.mkdir()
+    file.write_text(json.dumps(CONTINUATION) + "\n")
+    link = tmp_path / "shared"
+    link.symlink_to(file.parent)
+    os.lchown(link, 1, 1)
+    evaluations.load(link / "r.jsonl", parts=[])
+    assert list(file.parent.iterdir()) == [file]
+    os.lchown(link, 0, 0)
+    evaluations.load(link / "r.jsonl", parts=[])
+    assert len(list(file.parent.iterdir())) == 2
+
+
 @pytest.mark.parametrize("data", ["hub:pandas", "hub:../pandas", "pandas"])
 def test_no_reader_of_datasets_is_called_by_the_name_of_data(tmp_path, monkeypatch, data):
     """`datasets` has readers of such names; pandas unpickled what lay in the current folder."""
@@ -413,7 +467,10 @@ def data_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("card", ["README.md", ".huggingface.yaml"])
 @pytest.mark.parametrize(
     "place",
-    ["ftp://127.0.0.1:9/a.csv", "zip://a.csv::https://127.0.0.1:9/a", "/etc/passwd", "../a.csv"],
+    [
+        *("ftp://127.0.0.1:9/a.csv", "zip://a.csv::https://127.0.0.1:9/a", "/etc/passwd"),
+        *("../a.csv", "file:/etc/passwd", "local:/etc/passwd"),
+    ],
 )
 def test_a_folder_of_data_names_no_address_and_no_file_elsewhere(data_folder, card, place):
     """`datasets` asked the address, in a dry run too."""

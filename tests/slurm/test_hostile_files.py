@@ -25,10 +25,11 @@ def test_a_row_that_is_nested_without_end_is_a_damaged_row(tmp_path):
         (ALIASES, "is used again by an alias"),
         ("? [x, x]\n: 1\n", "expected a word as a key"),
         (f"a: {DEEP}", "not YAML: .*(nest|deep)"),
+        (f"a: {'[' * 900}{']' * 900}", "not YAML: nested too deep"),
         (f"a: {'9' * 5000}", "not YAML: "),
         ("a: !!bool x", "not YAML: "),
     ],
-    ids=["aliases", "nested keys", "deep", "a number", "a tag"],
+    ids=["aliases", "nested keys", "deep", "lists", "a number", "a tag"],
 )
 def test_yaml_without_end_is_refused_in_time(text, problem):
     with pytest.raises(InputError, match=rf"sweep\.yaml.*: {problem}"):

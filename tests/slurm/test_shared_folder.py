@@ -109,7 +109,9 @@ def test_nobody_waits_for_a_planted_pipe(toy_file, word, name):
     assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("place", ["jobs", "jobs/abc123", "own-run", "RUN/scores"])
+@pytest.mark.parametrize(
+    "place", ["jobs", "jobs/abc123", "own-run", ".evil", "results", "RUN/scores"]
+)
 @pytest.mark.parametrize("word", ["status", "collect", "cancel"])
 def test_no_look_goes_through_a_planted_link(toy_file, tmp_path, word, place):
     """`cancel` ended another sweep's job, and `collect` wrote beside other records."""
@@ -393,9 +395,12 @@ def test_a_collect_writes_through_nothing_that_is_planted(toy_file, tmp_path, na
         (place / "report.html").symlink_to(mine / "report.html")
     (run.path.parent / "results").mkdir()
     done = command("collect", run.path.parent.parent.parent / "toy.yaml", timeout=60)
-    assert done.returncode == 1 and "report: " in done.stdout, done.stderr
-    assert (run.path.parent / "results" / "report.html").is_file()
     assert not list(mine.iterdir())
+    if kind == "link":
+        assert done.returncode == 2 and f"{place}: is a link to {mine}" in done.stderr
+    else:
+        assert done.returncode == 1 and "report: " in done.stdout, done.stderr
+        assert (run.path.parent / "results" / "report.html").is_file()
 
 
 def test_a_folder_that_is_swapped_for_a_link_while_it_is_filled_is_not_followed(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from tqdm import tqdm
 
+from calibeval.ask import model_digest
 from calibeval.ask.engines import Job, load_tokenizer, shortened, text_config
 from calibeval.ask.engines.hf import Prefix, TransformersEngine
 from calibeval.ask.engines.hf_model import load_model
@@ -72,15 +73,22 @@ class TemperatureHead(nn.Module):
             hidden = self.layer(inputs_embeds=hidden, use_cache=False).last_hidden_state
         return self.output(hidden)[..., 0]
 
-    def save(self, path: Path) -> None:
-        """Write the head."""
-        torch.save({"kind": self.kind, "state": self.state_dict()}, path)
+    def save(self, path: Path, digest: str) -> None:
+        """Write the head, and the digest of the model that it was trained on."""
+        part = path.with_name(f".{path.name}.part")
+        torch.save({"kind": self.kind, "state": self.state_dict(), "model": digest}, part)
+        part.replace(path)
 
     @classmethod
-    def load(cls, path: Path, config: "PretrainedConfig") -> "TemperatureHead":
-        """Read what `save` wrote; `InputError` where it is none of this model's kind."""
+    def load(cls, path: Path, config: "PretrainedConfig", digest: str | None) -> "TemperatureHead":
+        """Read what `save` wrote; `InputError` where it is of another model.
+
+        The digest is None where nobody knows it, as of a model in memory.
+        """
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
+            if digest not in (None, content["model"]):
+                raise ValueError("it was trained on other weights")
             head = cls(config, content["kind"])
             head.load_state_dict(content["state"])
         except Exception as error:  # whatever a damaged file makes torch raise
@@ -96,7 +104,10 @@ class AdaptiveEngine(TransformersEngine):
 
     def __init__(self, model: "str | PreTrainedModel", head: Path, **options: Any):
         super().__init__(model, **options)
-        self.head = TemperatureHead.load(head, self.model.config).to(self.device).eval()
+        digest = None
+        if isinstance(model, str):
+            digest = model_digest.digest(model, options.get("revision"))
+        self.head = TemperatureHead.load(head, self.model.config, digest).to(self.device).eval()
 
     def _read_prefix(self, group: list[Job]) -> Prefix:
         return Prefix()
@@ -187,7 +198,7 @@ def train(
                 schedule.step()
                 bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
                 bar.update()
-    head.save(out)
+    head.save(out, model_digest.digest(model))
     return head
 
 

@@ -71,6 +71,7 @@ PARTS = (
     *(nodes.Concat, nodes.Add, nodes.Sub, nodes.Div, nodes.Neg),
 )
 MOST_PARTS = 64
+LONGEST_TEMPLATE = 10_000  # characters, which Jinja takes a while to read
 MOST_CHARACTERS = 1 << 20  # of the columns that a template names, and of what `replace` makes
 METHODS = (
     *("capitalize", "count", "endswith", "find", "get", "index", "lower", "lstrip", "partition"),
@@ -183,6 +184,8 @@ class Template:
     """A text with Jinja, whose value depends on variables."""
 
     def __init__(self, text: str):
+        if len(text) > LONGEST_TEMPLATE:
+            raise ValueError(f"has {len(text):,} characters, and may have {LONGEST_TEMPLATE:,}")
         self.text = text
         self._evaluate: Callable[..., Any]
         expression = EXPRESSION.fullmatch(text)
@@ -420,7 +423,7 @@ class TaskFile(_TemplatesInside):
     scoring: ScoringName = "letters"
     """The convention of the task's users."""
     normalise: Normaliser = "sum"
-    """By what texts' log-probabilities are divided."""
+    """By what texts' log-probabilities are divided; of written answers "tokens" unless given."""
     stop: Annotated[Seq[str], Field(min_length=1)] = ("\n",)
     """Where a written answer ends, if the model does not end it before."""
     max_tokens: Annotated[int, Field(ge=1)] = 32
@@ -435,6 +438,13 @@ class TaskFile(_TemplatesInside):
     """Whether a chat's questions lose white space around them, as lm-evaluation-harness's do."""
     letters: bool = True
     """Whether letters may be scored; not where the right choice is always the same one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_answers_are_divided_by_tokens(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and keys.get("scoring") == "generate":
+            return {"normalise": "tokens", **keys}
+        return keys
 
     @model_validator(mode="after")
     def _divides_by_lengths_that_there_are(self) -> "TaskFile":

@@ -450,8 +450,8 @@ def _refuse_files_elsewhere(folder: Path) -> None:
         configs = keys.get("configs") if isinstance(keys, dict) else None
         for place in _texts(configs):
             parts = place.split("/")
-            is_address = "://" in place or "::" in place
-            if is_address or os.path.isabs(place) or place.startswith("~") or ".." in parts:
+            # Each prefix of fsspec has a colon: https://, zip::, file:, local:.
+            if ":" in place or os.path.isabs(place) or place.startswith("~") or ".." in parts:
                 raise InputError(
                     f"{card}: configs: {place} lies outside the folder and would be read: put the "
                     "file there, and name it by its path in the folder"

@@ -213,9 +213,12 @@ def load(
 def _is_own(file: Path) -> bool:
     """Whether a file is this user's: what somebody else has kept beside records may say anything.
 
-    Nor is something written beside records of somebody else, which an index may name.
+    Nor is something written beside records of somebody else, which an index may name, nor where
+    somebody else's link leads.
     """
-    return file.lstat().st_uid == os.geteuid()
+    links = [folder for folder in file.absolute().parents if folder.is_symlink()]
+    owners_of_links = {link.lstat().st_uid for link in links}
+    return file.lstat().st_uid == os.geteuid() and owners_of_links <= {0, os.geteuid()}
 
 
 def _check_options(cluster: str | None, parts: Collection[str]) -> None:

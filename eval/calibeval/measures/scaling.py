@@ -10,7 +10,6 @@ answer is right and −log (1 − p) where it is wrong.
 """
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import logsumexp
 
 from calibeval import records
-from calibeval.io import InputError, counted, json_lines, sha256
+from calibeval.io import InputError, counted, hanging, json_lines, sha256, show
 from calibeval.records import WRITTEN_CONFIDENCES, Records
 
 LOG_TEMPERATURE_LIMIT = 4.0  # of |log τ|
@@ -171,10 +170,8 @@ def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
         if not right.any() or right.all():
             raise NoTemperature(answers.path, reason, OTHER_RECORDS)
         limit = math.exp(fitted.x)
-        print(
-            f"warning: {answers.path}: {reason}; took {limit:.3g}, the end of the search",
-            file=sys.stderr,
-        )
+        warning = f"warning: {answers.path}: {reason}; took {limit:.3g}, the end of the search"
+        show(hanging(warning), to_stderr=True)
     return math.exp(fitted.x), float(fitted.fun)
 
 

@@ -280,11 +280,11 @@ def common(path_a: Path, path_b: Path, normalise: str | None = None) -> tuple[Re
             f"{path_a} and {path_b}: no question in common, by id and right answer; expected "
             "records of one data set"
         )
-    show(
+    note = (
         f"{path_a} and {path_b}: {counted(len(ids), 'question')} of {len(whole_a)} and "
-        f"{len(whole_b)} are common; the others are left out",
-        to_stderr=True,
+        f"{len(whole_b)} are common; the others are left out"
     )
+    show(hanging(note), to_stderr=True)
     return _part(whole_a, ids, normalise), _part(whole_b, ids, normalise)
 
 

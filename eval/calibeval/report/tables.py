@@ -5,6 +5,7 @@ paired by question. `collect` writes everything; `main_table`, `difference_table
 the single tables.
 """
 
+import re
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
 from calibeval.ask.request import DEFAULT_COLUMNS
-from calibeval.io import InputError, counted, one_line, printable, write_text
+from calibeval.io import InputError, counted, one_line, printable, regular_file, write_text
 from calibeval.measures import (
     COMPARED_BY_SQUARE,
     CONFIDENCES,
@@ -184,8 +185,11 @@ class Table:
 
 
 def markdown_text(text: str) -> str:
-    """Return a text that Markdown shows as it is: no new column, and no HTML."""
-    return text.replace("|", r"\|").replace("<", "&lt;")
+    """Return a text without new columns, HTML, links, pictures and formulas as Markdown has them.
+
+    The brackets of [low, high] stay: without a parenthesis behind them they are no link.
+    """
+    return re.sub(r"[\\$|]|\](?=\()", r"\\\g<0>", text).replace("<", "&lt;")
 
 
 def csv_text(value: Scalar) -> Scalar:
@@ -488,7 +492,8 @@ def write(
     write_text(out / "table.csv", csv_table(tidy(results)))
     drawn = []
     for path, caption in figures.draw(results, out):
-        content = b64encode(path.read_bytes()).decode()
+        with open(path, "rb", opener=regular_file) as file:
+            content = b64encode(file.read()).decode()
         drawn.append((caption, f"data:image/svg+xml;base64,{content}"))
     write_page(title, [note], out / "report.html", sections, tables=tables, figures=drawn)
     return "\n".join(table.markdown() for table in tables.values())

@@ -226,7 +226,7 @@ def _write_scores(
         sections=sections,
     )
     write_rows(source, _as_seen_from_results(plan, index_rows))
-    print(tables, end="")
+    show(tables, end="")
 
 
 def _write_choices(
@@ -257,4 +257,4 @@ def _write_best_table(plan: SweepPlan, select_on: str, runs: list[Run], part: Pa
     write_text(part / "best.md", table.markdown())
     write_text(part / "best.tex", table.latex())
     write_rows(source, _as_seen_from_results(plan, rows))
-    print(f"each at its best learning rate on {select_on}:\n{table.markdown()}")
+    show(f"each at its best learning rate on {select_on}:\n{table.markdown()}")

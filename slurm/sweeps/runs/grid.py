@@ -148,13 +148,13 @@ def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise InputError for a link to a folder where this project makes none in a sweep's folder.
+    """Raise InputError for a link to a folder in a sweep's folder, where this project makes none.
 
     Somebody else may have put it there, for those who look to read, write or cancel elsewhere.
     """
     jobs = folder / "jobs"
-    for place in (jobs, *jobs.glob("*"), *folder.glob("[!.]*"), *folder.glob("*/scores")):
-        if place.name != "results" and place.is_symlink() and place.is_dir():
+    for place in (*folder.glob("*"), *jobs.glob("*"), *folder.glob("*/scores")):
+        if place.is_symlink() and place.is_dir():
             raise InputError(
                 f"{place}: is a link to {os.readlink(place)}, which would be looked into; delete "
                 "it, or put the folder itself there"
