@@ -228,7 +228,7 @@ def calm(path: Path, folder: Path) -> list[Run]:
     overrides = [f"output_root={folder}", "score=null"]
     if "backend: toy.backend" in path.read_text():
         overrides.append("train.pace=0")
-    launch(path, "--executor", "local", *overrides)
+    launch(path, "--executor", "local", *overrides, timeout=1800)
     return runs_of(path, *overrides)
 
 
