@@ -29,10 +29,10 @@ from calibeval import __version__, records
 from calibeval.ask import chat, engines, model_digest, task_files, written
 from calibeval.ask.chat import ChatFormat
 from calibeval.ask.engines import Engine, Job
-from calibeval.ask.prompts import SCORING_MODES, Prompt, ScoringMode
+from calibeval.ask.items import Item
+from calibeval.ask.prompts import SCORING_MODES, ScoringMode
 from calibeval.ask.questions import Subject
 from calibeval.ask.request import EngineOptions, Request, ResolvedTask, Task
-from calibeval.ask.task_files import Normaliser, ScoringName
 from calibeval.ask.tasks import load, normaliser_of, resolved
 from calibeval.io import InputError, counted, sha256
 from calibeval.measures import METRICS, SUMMARY, Sample, scores_of_records, stats
@@ -44,22 +44,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 BAR_SECONDS = 0.5  # between two updates of the progress bar
-
-
-@dataclass(frozen=True)
-class Item:
-    """A question, what an engine is asked of it, and how the task's users compare the answers."""
-
-    prompt: Prompt
-    job: Job
-    scoring: ScoringName
-    normalise: Normaliser
-    truncated: int  # tokens cut from the left
-
-    @property
-    def id(self) -> str:
-        """The question's id, by which its record is known."""
-        return self.prompt.question.id
 
 
 def score(

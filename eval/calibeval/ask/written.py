@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibeval.ask import chat, task_files
 from calibeval.ask.engines import Engine, Job, Writing, Written
+from calibeval.ask.items import Item
 from calibeval.ask.prompts import LetterScoring
 from calibeval.ask.questions import Headers, Question, Subject
 from calibeval.ask.request import ResolvedTask
@@ -29,8 +30,6 @@ from calibeval.records import RawRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from calibeval.ask.scoring import Item
 
 QUESTIONS_AT_ONCE = 512
 NO_SUBJECT = Subject("", (), (), Headers("", "", ""))
@@ -90,7 +89,7 @@ class Writer:
     task: ResolvedTask
 
     def answers(
-        self, items: Sequence["Item"], skip: Container[int]
+        self, items: Sequence[Item], skip: Container[int]
     ) -> Iterator[tuple[int, list[float], RawRecord]]:
         """Yield each item's index, the answer's log-probability, and more of its record.
 
@@ -103,7 +102,7 @@ class Writer:
                 yield from self._answers_of_part(part)
 
     def _answers_of_part(
-        self, items: Sequence["Item"]
+        self, items: Sequence[Item]
     ) -> Iterator[tuple[int, list[float], RawRecord]]:
         task_file = task_files.read(self.task.task)
         how = Writing(task_file.max_tokens, task_file.stop, seed=items[0].job.index)
@@ -144,7 +143,7 @@ class Writer:
             text = text.partition(end)[0]
         return text.strip()
 
-    def _p_true_jobs(self, items: Sequence["Item"], texts: Sequence[str]) -> list[Job]:
+    def _p_true_jobs(self, items: Sequence[Item], texts: Sequence[str]) -> list[Job]:
         """A question for each answer: is it right, A or B."""
         chat_format = chat.of_task(self.task, self.tokenizer)
         mode = LetterScoring(self.tokenizer, chat_format)
