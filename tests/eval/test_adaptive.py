@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from made_records import WORDS, read_lines, scored, write_lines
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from calibeval.ask import adaptive, model_digest
 from calibeval.ask.adaptive import TemperatureHead
@@ -146,6 +146,21 @@ def test_bad_input(options, expected, alpaca, tiny_model, tmp_path, refused):
     out = tmp_path / "head.pt"
     command = ("temperature-head", "--model", tiny_model, "--data", alpaca, "--out", out)
     assert expected in refused(*command, *words)
+
+
+def test_no_head_is_made_for_a_model_that_caps_its_logits(alpaca, tiny_model, tmp_path, refused):
+    capped = tmp_path / "capped"
+    sizes = {"vocab_size": 32_000, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(
+        Gemma2Config(**sizes, **heads, final_logit_softcapping=0.1, initializer_range=0.5)
+    )
+    model.save_pretrained(capped)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(capped)
+    out = tmp_path / "head.pt"
+    message = refused("temperature-head", "--model", capped, "--data", alpaca, "--out", out)
+    assert "changes its logits after the output layer" in message
 
 
 def test_a_head_is_of_its_model(command, tmp_path, refused, head_file):

@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 from tqdm import tqdm
 
 from calibeval.ask import model_digest
+from calibeval.ask.chat import DATE
 from calibeval.ask.engines import Job, load_tokenizer, shortened, text_config
 from calibeval.ask.engines.hf import Prefix, TransformersEngine
 from calibeval.ask.engines.hf_model import load_model
@@ -41,7 +42,7 @@ LEARNING_RATE = 5e-5  # with EPOCHS and BATCH_SIZE the authors'
 EPOCHS = 2
 BATCH_SIZE = 8
 MOST_TOKENS = 512  # of a conversation
-# Alpaca's, for models without a chat template.
+# Of models without a chat template.
 PROMPT = "### Instruction:\n{question}\n\n### Response:\n"
 
 
@@ -61,13 +62,13 @@ class TemperatureHead(nn.Module):
                 one_layer.layer_types = ["full_attention"]
             one_layer.vocab_size = 1  # it reads hidden states in place of tokens
             one_layer.pad_token_id = None
-            self.layer = AutoModel.from_config(one_layer, dtype=torch.float32)
+            self.layer = AutoModel.from_config(one_layer).float()
         self.output = nn.Linear(text_config(config).hidden_size, 1)
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return log τ of hidden states (B, W, H), (B, W); a token sees those before it."""
+        """Return log τ of hidden states (B, W, H), (B, W); a token sees none behind it."""
         hidden = hidden.float()
         if self.layer is not None:
             hidden = self.layer(inputs_embeds=hidden, use_cache=False).last_hidden_state
@@ -145,7 +146,7 @@ def _without_trees(job: Job) -> list[Job]:
 def selective_loss(
     logits: Tensor, log_temperatures: Tensor, labels: Tensor, alpha: float
 ) -> Tensor:
-    """Return the loss of T tokens' logits (T, V) at temperatures (T,), for the tokens `labels`."""
+    """Return the loss of T tokens: logits (T, V), log temperatures (T,), labels (T,)."""
     is_right = logits.argmax(-1) == labels
     right_logits = logits.gather(1, labels[:, None])[:, 0]
     targets = torch.where(is_right, right_logits, logits.mean(-1))
@@ -180,6 +181,7 @@ def train(
     tokenizer = load_tokenizer(model)
     conversations = [_tokenized(row, tokenizer) for row in _rows(data)]
     loaded = load_model(model, "auto", None).eval()
+    _refuse_changed_logits(model, loaded, conversations[0])
     torch.manual_seed(seed)
     head = TemperatureHead(loaded.config, kind).to(loaded.device)
     order = random.Random(seed)
@@ -203,6 +205,27 @@ def train(
 
 
 Conversation = tuple[list[int], int]  # tokens, and how many are the prompt's
+
+
+@torch.no_grad()
+def _refuse_changed_logits(name: str, model: "PreTrainedModel", conversation: Conversation) -> None:
+    """Raise `InputError` for a model whose logits are not its output layer's, as Gemma 2's.
+
+    A temperature of the output layer's would not be one of the logits.
+    """
+    heard: list[Tensor] = []
+    output_layer = model.get_output_embeddings()
+    hook = output_layer.register_forward_hook(lambda module, args, output: heard.append(output))
+    try:
+        ids = torch.tensor([conversation[0]], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    if not torch.allclose(logits.float(), heard[0].float(), rtol=1e-3, atol=1e-3):
+        raise InputError(
+            f"--model {name}: changes its logits after the output layer, by a soft cap or a scale; "
+            "no head can be made for it: use `calibeval temperature`"
+        )
 
 
 def _loss_of_batch(
@@ -251,7 +274,9 @@ def _tokenized(row: dict[str, str], tokenizer: "PreTrainedTokenizerBase") -> Con
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": question}]
         prompt = str(
-            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, strftime_now=DATE.strftime
+            )
         )
     else:
         prompt = PROMPT.format(question=question)
@@ -260,6 +285,6 @@ def _tokenized(row: dict[str, str], tokenizer: "PreTrainedTokenizerBase") -> Con
     response_ids = tokenizer(row["output"], add_special_tokens=False)["input_ids"]
     if tokenizer.eos_token_id is not None:
         response_ids = [*response_ids, tokenizer.eos_token_id]
-    # A prompt that would leave no response loses its beginning.
+    # A long prompt loses its beginning, so that the response has half of the tokens.
     prompt_ids = prompt_ids[-MOST_TOKENS // 2 :]
     return [*prompt_ids, *response_ids][:MOST_TOKENS], len(prompt_ids)

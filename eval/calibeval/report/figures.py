@@ -6,6 +6,7 @@ Each is an SVG for the page and a PNG for slides, 17.5 cm wide, a page's width.
 import contextlib
 import hashlib
 import math
+import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,9 +79,12 @@ def style() -> Iterator[None]:
 
     That folder may be anybody's, and matplotlib reads the file when it is imported.
     """
-    with contextlib.chdir("/"):
+    folder = os.getcwd()
+    os.chdir("/")
+    try:
         import matplotlib
-
+    finally:
+        os.chdir(folder)
     with matplotlib.rc_context(STYLE):
         yield
 
