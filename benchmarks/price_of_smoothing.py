@@ -67,7 +67,8 @@ def trainer_of(model_name: str, trainer_name: str, arguments: Namespace) -> tupl
             out.write(f"{json.dumps(row)}\n")
     rows = Dataset.from_json(str(file), cache_dir=str(folder / "cache"))
     clock = training.stopwatch()
-    trainer = training.trl_trainer(model, rows, clock, model_name, trainer_name, arguments)
+    config = training.trl_config(model_name, trainer_name, arguments)
+    trainer = training.trl_trainer(model, config, rows, clock, model_name, trainer_name, arguments)
     return trainer, clock
 
 

@@ -3,6 +3,9 @@
     python benchmarks/training.py --alpaca alpaca_data.json --out FOLDER          # one CUDA GPU
     python benchmarks/training.py --alpaca alpaca_data.json --out FOLDER --models llama-8b --gpus 2
 
+With several GPUs --sharding says by what the model is split: configs/fsdp/fsdp2.json ("fsdp2") or
+configs/deepspeed/zero3.json ("zero3").
+
 Every trainer fine-tunes the same model (random weights of a real shape), on the same conversations
 with the same tokens, 64 conversations an update, AdamW over fp32 weights with bf16 computation,
 gradients clipped at a norm of 1, a learning rate that falls linearly from its first update.
@@ -20,6 +23,8 @@ A trainer's name says what it has; the step is TRL's, and the smoothing comes la
     sweeps          the sweeps' trainer: packed, compiled, with smoothce's loss at β = 0.1
     …-theirs        with TRL's own smoothing, label_smoothing_factor=0.1
     …-ours          with smoothce.patch_trainer, label_smoothing=0.1
+    …-ours-twice    the same, but the head's hooks run also where it defers its logits, so that
+                    FSDP2 and ZeRO-3 gather the classifier twice a forward pass
 
 Not the same: TRL takes accuracy and entropy of every micro-batch, and waits for the GPU to count
 its tokens; the sweeps' trainer counts them on the CPU. Conversations come in an order of each
@@ -66,7 +71,11 @@ WARM_UP = 3  # updates that are not timed: kernels are compiled and chosen in th
 CLIP_GRADIENT_NORM = 1.0
 KILL_PATIENCE = 60.0  # seconds until a process that does not die of KILL is left behind
 # The packages whose versions stand in a row, where they are installed.
-VERSIONS = ("torch", "triton", "transformers", "accelerate", "trl")
+VERSIONS = ("torch", "triton", "transformers", "accelerate", "trl", "deepspeed")
+SHARDINGS = {
+    "fsdp2": PROJECT / "configs" / "fsdp" / "fsdp2.json",
+    "zero3": PROJECT / "configs" / "deepspeed" / "zero3.json",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +191,7 @@ class Contender:
     """One of the trainers that are compared."""
 
     step: str  # sweeps, trl, padding-free, packed or compiled
-    smoothing: str = "none"  # none, theirs or ours
+    smoothing: str = "none"  # none, theirs, ours or ours-twice
 
     @property
     def in_one_pass(self) -> bool:
@@ -201,8 +210,11 @@ TRAINERS = {
     "compiled": Contender("compiled"),
     "compiled-theirs": Contender("compiled", "theirs"),
     "compiled-ours": Contender("compiled", "ours"),
+    "packed-ours-twice": Contender("packed", "ours-twice"),
+    "compiled-ours-twice": Contender("compiled", "ours-twice"),
     "sweeps": Contender("sweeps", "ours"),
 }
+ON_ONE_GPU = [name for name, trainer in TRAINERS.items() if trainer.smoothing != "ours-twice"]
 BETA = 0.1
 
 
@@ -239,6 +251,7 @@ def circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
     return {
         "gpus": arguments.gpus,
+        "sharding": arguments.sharding if arguments.gpus > 1 else None,
         "card": card,
         "steps": arguments.steps,
         "conversations": arguments.conversations_per_update,
@@ -267,8 +280,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--alpaca", type=Path, required=True, help="alpaca_data.json")
     parser.add_argument("--out", type=Path, required=True, help="models, runs and training.jsonl")
     parser.add_argument("--models", nargs="+", default=["qwen-1.5b", "llama-1b"], choices=MODELS)
-    parser.add_argument("--trainers", nargs="+", default=list(TRAINERS), choices=TRAINERS)
-    parser.add_argument("--gpus", type=int, default=1, help="above 1: sharded by FSDP2 or ZeRO-3")
+    parser.add_argument("--trainers", nargs="+", default=ON_ONE_GPU, choices=TRAINERS)
+    parser.add_argument("--gpus", type=int, default=1, help="above 1 the model is sharded")
+    parser.add_argument("--sharding", choices=SHARDINGS, default="fsdp2", help="over several GPUs")
     parser.add_argument("--steps", type=int, default=24, help="updates of a trial")
     parser.add_argument(
         "--conversations",
@@ -434,7 +448,8 @@ def trial_command(model_name: str, trainer_name: str, arguments: argparse.Namesp
         command += ["--nproc-per-node", arguments.gpus]
     command += [__file__, "--trial", trainer_name, "--models", model_name]
     command += ["--alpaca", arguments.alpaca, "--out", arguments.out]
-    command += ["--gpus", arguments.gpus, "--steps", arguments.steps]
+    command += ["--gpus", arguments.gpus, "--sharding", arguments.sharding]
+    command += ["--steps", arguments.steps]
     command += ["--conversations", arguments.conversations_per_update]
     return [str(word) for word in command]
 
@@ -565,20 +580,21 @@ def sweep_of(model_name: str, trainer_name: str, arguments: argparse.Namespace) 
             "compile": True,
             "label_smoothing": BETA,
         },
-        "world": world_of(arguments.gpus),
+        "world": world_of(arguments),
     }
 
 
-def world_of(gpus: int) -> dict[str, Any]:
+def world_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The sweep's `world:`: how many processes train, how they share the model, and in what."""
     import torch
 
     world: dict[str, Any] = {
-        "processes_per_node": gpus,
+        "processes_per_node": arguments.gpus,
         "mixed_precision": "bf16" if torch.cuda.is_available() else "no",
     }
-    if gpus > 1:
-        world["fsdp"] = str(PROJECT / "configs" / "fsdp" / "fsdp2.json")
+    if arguments.gpus > 1:
+        key = "fsdp" if arguments.sharding == "fsdp2" else "deepspeed"
+        world[key] = str(SHARDINGS[arguments.sharding])
     return world
 
 
@@ -686,10 +702,12 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
     (model_name,) = arguments.models
     trainer_name = arguments.trial
     folder = model_folder(model_name, arguments)
+    # Before the model: ZeRO-3 splits weights while they are loaded.
+    config = trl_config(model_name, trainer_name, arguments)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     clock = stopwatch()
     rows = tokens_for_trl(model_name, trainer_name, arguments)
-    trainer = trl_trainer(model, rows, clock, model_name, trainer_name, arguments)
+    trainer = trl_trainer(model, config, rows, clock, model_name, trainer_name, arguments)
     trainer.train()
     if not trainer.is_world_process_zero():
         return 0
@@ -702,6 +720,7 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
 
 def trl_trainer(
     model: Any,
+    config: Any,
     rows: Any,
     clock: Any,
     model_name: str,
@@ -717,7 +736,7 @@ def trl_trainer(
     contender = TRAINERS[trainer_name]
     trainer = SFTTrainer(
         model,
-        args=trl_config(model_name, trainer_name, arguments),
+        args=config,
         train_dataset=rows,
         processing_class=transformers.AutoTokenizer.from_pretrained(
             model_folder(model_name, arguments)
@@ -729,9 +748,32 @@ def trl_trainer(
     if contender.step == "compiled":
         for layer in model.model.layers:
             layer.compile(dynamic=True)
-    if contender.smoothing == "ours":
+    if contender.smoothing.startswith("ours"):
         patch_trainer(trainer, label_smoothing=BETA)
+    if contender.smoothing == "ours-twice":
+        run_hooks_twice()
     return trainer
+
+
+def run_hooks_twice() -> None:
+    """Let a patched head run its hooks also where it defers its logits."""
+    from smoothce.hf_patch.head import SmoothedHead
+
+    defer = SmoothedHead.__call__
+    forward = SmoothedHead.forward
+
+    def call(head: Any, hidden: Any, *, request: Any = None) -> Any:
+        if head.deferral is not None and request is None:
+            return super(SmoothedHead, head).__call__(hidden)
+        return defer(head, hidden, request=request)
+
+    def forward_or_defer(head: Any, hidden: Any, *, request: Any = None) -> Any:
+        if head.deferral is not None and request is None:
+            return defer(head, hidden)
+        return forward(head, hidden, request=request)
+
+    SmoothedHead.__call__ = call  # type: ignore[method-assign]
+    SmoothedHead.forward = forward_or_defer  # type: ignore[method-assign]
 
 
 def median_pace(marks: list[tuple[float, int]]) -> float:
@@ -754,8 +796,11 @@ def trl_config(model_name: str, trainer_name: str, arguments: argparse.Namespace
     on_gpu = torch.cuda.is_available()
     sharding: dict[str, Any] = {}
     if arguments.gpus > 1:
-        file = PROJECT / "configs" / "fsdp" / "fsdp2.json"
-        sharding = {"fsdp": True, "fsdp_config": json.loads(file.read_text())}
+        settings = json.loads(SHARDINGS[arguments.sharding].read_text())
+        if arguments.sharding == "fsdp2":
+            sharding = {"fsdp": True, "fsdp_config": settings}
+        else:
+            sharding = {"deepspeed": settings}
     conversations_per_gpu = arguments.conversations_per_update // arguments.gpus
     contender = TRAINERS[trainer_name]
     micro_batch = conversations_per_gpu
@@ -843,7 +888,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [row["model"], str(row["gpus"]), row["trainer"]]
+        gpus = f"{row['gpus']}, {row['sharding']}" if row["sharding"] else str(row["gpus"])
+        cells = [row["model"], gpus, row["trainer"]]
         if "failed" in row:
             cells += [row["failed"], "", "", "", "", ""]
         else:
