@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from smoothce import patch_model, unpatch_model
+from smoothce.hf_patch.head import LossSettings
+from smoothce.hf_patch.patching import install
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 transformers = pytest.importorskip("transformers")
@@ -73,6 +75,32 @@ def work(rank, store, when):
 @pytest.mark.parametrize("when", ["before fully_shard", "on meta", "after fully_shard"])
 def test_gradients(when, tmp_path):
     mp.spawn(work, (str(tmp_path / "store"), when), RANKS)
+
+
+def train_as_trl_does(rank, store):
+    """TRL makes its loss of the statistics that the model gives it."""
+    faulthandler.dump_traceback_later(240, exit=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    model = tiny()
+    want = gradients(model, expected(model, batch(), BETA))
+    model = tiny()
+    # This implementation needs the classifier in its backward pass.
+    install(model, LossSettings(label_smoothing=BETA, impl="reference"), for_trl=True)
+    for part in (*model.model.layers, model.lm_head, model):
+        fsdp.fully_shard(part)
+    outputs = model(**batch(), fused_lm_head=True)
+    (-outputs.log_probs.sum() / outputs.label_mask.sum()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), want[name], rtol=1e-4, atol=1e-6, msg=name
+        )
+    dist.barrier()
+
+
+def test_the_classifier_is_gathered_for_trls_backward(tmp_path):
+    pytest.importorskip("trl")
+    mp.spawn(train_as_trl_does, (str(tmp_path / "store"),), RANKS)
 
 
 def train_mixture(rank, store, when):

@@ -13,6 +13,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 import smoothce
+from smoothce.hf_patch.head import LossSettings
+from smoothce.hf_patch.patching import install
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 deepspeed = pytest.importorskip("deepspeed")
@@ -26,6 +28,7 @@ PLAIN = {
     "checkpointing": "off",
     "lora": False,
     "partitioned": False,  # already when it is patched, as `from_pretrained` makes it under ZeRO-3
+    "by_trl": False,  # its SFTTrainer asks the model for statistics, and makes the loss of them
 }
 CASES = [
     {},
@@ -41,6 +44,7 @@ CASES = [
     {"partitioned": True},
     {"partitioned": True, "tied": True, "accumulation": 2},
 ]
+TRLS_CASES = [{"by_trl": True}, {"by_trl": True, "stage": 2, "tied": True}]
 BETA, RANKS = 0.1, 2
 BATCHES = ("even", "ragged", "masked")  # masked: every label of the last rank
 
@@ -135,6 +139,13 @@ def watch_head(causal, seen):
     causal.model.embed_tokens.register_forward_hook(on_forward)
 
 
+def loss_of(engine, ids, labels, by_trl):
+    if not by_trl:
+        return engine(input_ids=ids, labels=labels)["loss"]
+    outputs = engine(input_ids=ids, labels=labels, fused_lm_head=True)
+    return -outputs.log_probs.sum() / outputs.label_mask.sum().clamp(min=1)
+
+
 def check(rank, case):
     """Under ZeRO-3 an untied head is freed after its own backward."""
     model = tiny(case)
@@ -147,7 +158,9 @@ def check(rank, case):
         causal.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if case["lora"] or case["checkpointing"] == "reentrant":
         causal.enable_input_require_grads()
-    smoothce.patch_model(model, label_smoothing=BETA)
+    # This implementation needs the classifier in its backward pass.
+    patched = LossSettings(label_smoothing=BETA, impl="reference" if case["by_trl"] else "auto")
+    install(model, patched, for_trl=case["by_trl"])
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=0.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(case))[0]
@@ -159,7 +172,7 @@ def check(rank, case):
         seen.clear()
         for step in range(case["accumulation"]):
             ids, labels = data[rank, step]
-            engine.backward(engine(input_ids=ids, labels=labels)["loss"])
+            engine.backward(loss_of(engine, ids, labels, case["by_trl"]))
             if step == case["accumulation"] - 1:
                 got = {n: gradient(p).float() for n, p in trained.items()}
             engine.step()
@@ -171,13 +184,13 @@ def check(rank, case):
     engine.destroy()
 
 
-def work(rank, store):
+def work(rank, store, cases):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     # DeepSpeed would compile a shared-memory collective, which training does not use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     deepspeed.init_distributed("gloo")
-    for case in CASES:
+    for case in cases:
         # A rank that waits for one that will never come ends the test, with every thread's stack.
         faulthandler.dump_traceback_later(240, exit=True)
         check(rank, {**PLAIN, **case})
@@ -185,4 +198,9 @@ def work(rank, store):
 
 
 def test_gradients(tmp_path):
-    mp.spawn(work, (str(tmp_path / "store"),), RANKS)
+    mp.spawn(work, (str(tmp_path / "store"), CASES), RANKS)
+
+
+def test_the_classifier_is_gathered_for_trls_backward(tmp_path):
+    pytest.importorskip("trl")
+    mp.spawn(work, (str(tmp_path / "store"), TRLS_CASES), RANKS)

@@ -160,11 +160,16 @@ class SmoothedHead(nn.Module):
                 "a forward hook on the head changes what it returns, which in a patched model is "
                 "the loss: remove the hook, or unpatch_model the model"
             )
+        if request.logits.deferral.with_statistics:
+            return _reduced_by_model(result["loss"], request)
         return result["loss"]
 
     def forward(self, hidden: Tensor, *, request: LossRequest | None = None) -> Any:
         """The logits, (…, V), as ever; with a request the loss, in a dict: what a hook of somebody
-        else's would do to logits, it cannot do to that."""
+        else's would do to logits, it cannot do to that.
+
+        Every gradient has to come through what is returned here: it wakes the hooks by which
+        ZeRO-3 and FSDP2 gather the classifier for the backward pass."""
         if request is None:
             return super().forward(hidden)
         return {"loss": loss_of(self, hidden, request)}
@@ -213,11 +218,13 @@ def patched_heads(model: nn.Module) -> Iterator[SmoothedHead]:
 
 
 def loss_of(head: Any, hidden: Tensor, request: LossRequest) -> Tensor:
-    """The loss (), or (N,) where the model asks for one a token.
+    """The loss (), or (N,) where the model asks for one a token; with statistics the sum ().
 
     Raises ValueError where the model's logits are not as the settings say."""
     deferral = request.logits.deferral
     labels = request.labels.to(hidden.device)
+    if deferral.with_statistics:
+        return _sum_with_statistics(head, hidden, labels, request)
     reduction = request.reduction
     if deferral.with_smoothing and head.settings.reduction == "sum":
         if reduction != "mean":
@@ -226,40 +233,44 @@ def loss_of(head: Any, hidden: Tensor, request: LossRequest) -> Tensor:
     divides = deferral.divisor is not None and reduction == "mean"
     if divides:
         reduction = "sum"
-    if deferral.with_statistics:
-        loss = _loss_with_statistics(head, hidden, labels, request, reduction)
-    elif deferral.with_smoothing and head.settings.loss is not None:
+    if deferral.with_smoothing and head.settings.loss is not None:
         loss = _given_loss(head, hidden, labels, request, reduction)
     else:
         loss = _fused_loss(head, hidden, labels, request, reduction)
     return loss / deferral.divisor if divides else loss
 
 
-def _loss_with_statistics(
-    head: Any, hidden: Tensor, labels: Tensor, request: LossRequest, reduction: str
-) -> Tensor:
-    """The loss; its sum and the tokens' statistics are left in the deferral.
+def _sum_with_statistics(head: Any, hidden: Tensor, labels: Tensor, request: LossRequest) -> Tensor:
+    """The sum of losses. The tokens' statistics are left in the deferral.
 
     A loss of the user's own gives no statistics. Then a pass without gradients gives them."""
     deferral = request.logits.deferral
-    if reduction == "none":
+    if request.reduction == "none":
         raise CannotDefer("TRL asks for one loss of a model that makes one a token")
+    deferral.labels = labels.masked_fill(labels == request.ignore_index, UPSTREAMS_IGNORE_INDEX)
     if deferral.with_smoothing and head.settings.loss is not None:
-        loss_sum = _given_loss(head, hidden, labels, request, "sum")
         with torch.no_grad():
-            _, statistics = _fused_loss(
+            _, deferral.statistics = _fused_loss(
                 head, hidden, labels, request, "sum", return_statistics=True
             )
-    else:
-        loss_sum, statistics = _fused_loss(
-            head, hidden, labels, request, "sum", return_statistics=True
-        )
+        return _given_loss(head, hidden, labels, request, "sum")
+    loss_sum, deferral.statistics = _fused_loss(
+        head, hidden, labels, request, "sum", return_statistics=True
+    )
+    return loss_sum
+
+
+def _reduced_by_model(loss_sum: Tensor, request: LossRequest) -> Tensor:
+    """The loss () that the model asked for, of the sum, which is left in the deferral."""
+    deferral = request.logits.deferral
     deferral.loss_sum = loss_sum
-    deferral.statistics = statistics
-    deferral.labels = labels.masked_fill(labels == request.ignore_index, UPSTREAMS_IGNORE_INDEX)
-    if reduction == "sum":
+    if request.reduction == "sum":
         return loss_sum
-    return loss_sum / (labels != request.ignore_index).sum().clamp(min=1)
+    divisor = deferral.divisor
+    if divisor is None:
+        assert deferral.labels is not None  # left there with the sum
+        divisor = (deferral.labels != UPSTREAMS_IGNORE_INDEX).sum().clamp(min=1)
+    return loss_sum / divisor
 
 
 def _fused_loss(
