@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 import calibeval
 from calibeval.ask.request import DEFAULT_COLUMNS, Request, Task
-from calibeval.io import CONTINUES, InputError, counted, finish, hanging, show
+from calibeval.io import CONTINUES, CommandLine, InputError, counted, finish, hanging, show
 from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_file
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    top = argparse.ArgumentParser(
+    top = CommandLine(
         prog="calibeval",
         description=calibeval.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

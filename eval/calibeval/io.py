@@ -13,6 +13,7 @@ promises:
   `json_lines`).
 """
 
+import argparse
 import errno
 import hashlib
 import io
@@ -36,6 +37,7 @@ __all__ = [
     "CONTINUES",
     "LARGE_FILE",
     "WHOLE_FILE",
+    "CommandLine",
     "InputError",
     "atomic_write",
     "counted",
@@ -53,6 +55,7 @@ __all__ = [
     "read_text",
     "reading",
     "refuse_larger",
+    "refuse_what_is_waited_for",
     "regular_file",
     "sha256",
     "show",
@@ -244,6 +247,13 @@ def regular_file(path: str | Path, flags: int) -> int:
     return handle
 
 
+def refuse_what_is_waited_for(folder: Path) -> None:
+    """Raise `InputError` for a pipe or a device in a folder, which a library would wait for."""
+    for path in folder.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InputError(f"{path}: a pipe or a device, which would be waited for: delete it")
+
+
 def is_planted_link(path: str | Path, opened: os.stat_result) -> bool:
     """Whether the file of this user's that was opened is not what stands there, but led to by it.
 
@@ -399,6 +409,13 @@ def progress(name: str, total: int, unit: str = "it") -> "tqdm[NoReturn]":
         delay=PROGRESS_AFTER,
         leave=False,
     )
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A grammar whose errors spell out control characters: `*` may bring anybody's file names."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def printable(text: str) -> str:

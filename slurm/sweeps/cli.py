@@ -29,7 +29,9 @@ Command = Callable[[argparse.Namespace], int | None]
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options; each sets `function`, which does it."""
-    top = argparse.ArgumentParser(prog="python -m sweeps", description="Sweeps of fine-tunes.")
+    from calibeval.io import CommandLine
+
+    top = CommandLine(prog="python -m sweeps", description="Sweeps of fine-tunes.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, function: Command, description: str) -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """Files that are somebody else's: they end in one line, in time, and read nothing beside them."""
 
+import errno
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from calibeval.__main__ import main
-from calibeval.ask import task_files
+from calibeval.ask import engines, task_files
 from calibeval.ask.request import Task
 from calibeval.ask.tasks import load
 from calibeval.imports import inspect_ai, lighteval, lm_eval
@@ -507,3 +508,70 @@ def test_a_folder_of_data_prints_nothing_by_itself(data_folder, capfd):
     with pytest.raises(InputError, match="it cannot be loaded"):
         load(Task(task="piqa", data=folder, shots=0))
     assert "\x1b[2J" not in capfd.readouterr().err
+
+
+CARDS_AS_PAIRS = (
+    '- - configs\n  - - {data_files: "https://127.0.0.1:9/a.csv"}\n',
+    '!!pairs [configs: [{data_files: "https://127.0.0.1:9/a.csv"}]]\n',
+    'configs: !!pairs [data_files: "https://127.0.0.1:9/a.csv"]\n',
+    'configs: !!set {"https://127.0.0.1:9/a.csv"}\n',
+)
+
+
+@pytest.mark.parametrize("text", CARDS_AS_PAIRS)
+def test_a_card_of_pairs_hides_no_address(data_folder, text):
+    """`datasets` updates a dictionary by it, so it asked the address."""
+    folder = data_folder()
+    Path(folder, ".huggingface.yaml").write_text(text)
+    with pytest.raises(InputError, match=r"expected keys with values|lies outside the folder"):
+        load(Task(task="mmlu", data=folder, shots=0))
+
+
+@pytest.mark.parametrize("name", ["q[1]", "s::d/data", "all*"])
+def test_no_pattern_in_a_folders_name_leads_elsewhere(tmp_path, name):
+    """`datasets` read the data of `q1` where `q[1]` was given."""
+    pytest.importorskip("datasets")
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    (folder / "README.md").touch()
+    with pytest.raises(InputError, match="reads a pattern in its name: rename it"):
+        load(Task(task="piqa", data=str(folder), shots=0))
+
+
+def test_a_part_of_a_data_folder_that_cannot_be_listed_is_not_read(data_folder, monkeypatch):
+    """Nobody saw the link to a private file in it, and `datasets` read that."""
+    folder = data_folder()
+    Path(folder, "closed").mkdir()
+    scandir = os.scandir
+
+    def listed(path):
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    with pytest.raises(InputError, match="closed: cannot be listed"):
+        load(Task(task="piqa", data=folder, shots=0))
+
+
+def test_nobody_waits_for_a_pipe_of_a_data_folder_or_a_model(data_folder, tmp_path):
+    folder = data_folder()
+    os.mkfifo(Path(folder, "instruction.md"))
+    with pytest.raises(InputError, match=r"instruction.md: a pipe or a device"):
+        load(Task(task="piqa", data=folder, shots=0))
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with pytest.raises(InputError, match=r"adapter_config.json: a pipe or a device"):
+        engines.load_config(str(tmp_path))
+
+
+def test_a_folder_here_does_not_stand_in_for_data_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil" / "data").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"./evil/data would be read instead"):
+        load(Task(task="piqa", data="hub:evil/data", shots=0))
+
+
+def test_what_a_shell_puts_for_a_star_is_printed_without_control_characters(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "a.jsonl", "b.jsonl", "z\x1b[2J.jsonl"])
+    assert r"z\u001b[2J.jsonl" in capsys.readouterr().err

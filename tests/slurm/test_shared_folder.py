@@ -1,6 +1,7 @@
 """A folder into which other users can write: what they put there is neither run nor followed."""
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from sweeps.launch import preflight, worker
 from sweeps.runs import grid
 from sweeps.runs.events import EventKind, append_event
 from sweeps.runs.files import locked, publish_folder, remove_folder, touch
-from sweeps.runs.grid import plan_sweep, plan_to_look_at
+from sweeps.runs.grid import plan_from_folder, plan_sweep, plan_to_look_at
 from sweeps.runs.run import RunConfig
 from sweeps.runs.stages import TRAIN
 from sweeps.runs.yaml_io import dump_yaml
@@ -462,3 +463,15 @@ def test_a_dry_run_reads_no_data_that_only_another_users_folder_names(
     assert "a secret" in found(is_foreign=False)
     printed = found(is_foreign=True)
     assert "launched.yaml: is another user's" in printed and "a secret" not in printed
+
+
+def test_a_folder_that_cannot_be_listed_hides_no_links(toy_file, monkeypatch):
+    """`cancel` ended another folder's job through a link that it had not seen."""
+    folder = prepare(toy_file(grid={})).path.parent
+
+    def listed(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", listed)
+    with pytest.raises(InputError, match=r"cannot be listed .*, so nobody knows what links"):
+        plan_from_folder(folder, [])

@@ -5,6 +5,7 @@ What a task is stands in its file (`calibeval.ask.task_files`): the built-in one
 """
 
 import csv
+import glob
 import io
 import logging
 import os
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from calibeval import yaml_text
 from calibeval.ask import task_files
@@ -406,6 +407,10 @@ class _Reader:
             name = os.path.abspath(data)
         elif HUB_NAME.fullmatch(data):
             name = data.removeprefix(HUB)
+            if os.path.lexists(name):
+                raise InputError(
+                    f"{data}: ./{name} would be read instead: rename it, or type this elsewhere"
+                )
         else:
             raise InputError(f"{data}: expected {HUB}owner/name, such as {HUB}cais/mmlu")
         if not data.startswith(HUB):
@@ -432,13 +437,22 @@ def _refuse_files_elsewhere(folder: Path) -> None:
     """Raise `InputError` where a folder's card names data outside of it.
 
     The folder may be anybody's: `datasets` would ask the addresses, and read the files. So would it
-    those that another user's links lead to.
+    those that another user's links lead to, and wait for pipes. The folder's own name it takes for
+    a pattern.
     """
-    for path in folder.rglob("*"):
-        if path.exists() and is_planted_link(path, path.stat()):
-            raise InputError(
-                f"{path}: another user's link to {path.resolve()}, which is yours: delete it"
-            )
+    if "::" in os.path.abspath(folder) or glob.has_magic(os.path.abspath(folder)):
+        raise InputError(
+            f"{folder}: `datasets` reads a pattern in its name: rename it, without *?[:"
+        )
+    for path in _everything_below(folder):
+        if not path.exists():  # a link that leads nowhere
+            continue
+        is_anothers = path.lstat().st_uid not in (0, os.geteuid())
+        leads_on = is_anothers and path.is_symlink() and path.is_dir()
+        if leads_on or is_planted_link(path, path.stat()):
+            raise InputError(f"{path}: another user's link to {path.resolve()}: delete it")
+        if not (path.is_file() or path.is_dir()):
+            raise InputError(f"{path}: a pipe or a device, which would be waited for: delete it")
     for card in (folder / "README.md", folder / ".huggingface.yaml"):
         if not os.path.lexists(card):
             continue
@@ -447,8 +461,9 @@ def _refuse_files_elsewhere(folder: Path) -> None:
             head = CARD_HEAD.search(text)
             text = head["yaml"] if head is not None else ""
         keys, _ = yaml_text.parse(text, str(card))
-        configs = keys.get("configs") if isinstance(keys, dict) else None
-        for place in _texts(configs):
+        if not isinstance(keys, dict | None):
+            raise InputError(f"{card}: expected keys with values, such as `configs: …`")
+        for place in _texts((keys or {}).get("configs")):
             parts = place.split("/")
             # Each prefix of fsspec has a colon: https://, zip::, file:, local:.
             if ":" in place or os.path.isabs(place) or place.startswith("~") or ".." in parts:
@@ -458,14 +473,24 @@ def _refuse_files_elsewhere(folder: Path) -> None:
                 )
 
 
+def _everything_below(folder: Path) -> Iterator[Path]:
+    """All files and folders below a folder; `InputError` where one of these cannot be listed."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise InputError(f"{error.filename}: cannot be listed ({error.strerror})") from error
+
+    for parent, subfolders, files in os.walk(folder, onerror=refuse):
+        for name in (*subfolders, *files):
+            yield Path(parent, name)
+
+
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in lists and mappings, without the mappings' keys."""
+    """The texts in lists, pairs, sets and mappings, the mappings' keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list):
+        yield from _texts([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple | set):
         for item in value:
             yield from _texts(item)
 

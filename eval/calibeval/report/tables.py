@@ -45,7 +45,8 @@ DIFFERENCE_NOTE = (
     "run minus the mean of three. Where a side has two seeds or more, the interval also "
     "covers how much they differ; of a single run it covers the {resampled} alone."
 )
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # of a cell that a spreadsheet computes
+# Of a cell that a spreadsheet computes, full-width signs too.
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")
 
 
 @dataclass(frozen=True)

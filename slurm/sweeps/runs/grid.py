@@ -152,13 +152,26 @@ def _refuse_links(folder: Path) -> None:
 
     Somebody else may have put it there, for those who look to read, write or cancel elsewhere.
     """
-    jobs = folder / "jobs"
-    for place in (*folder.glob("*"), *jobs.glob("*"), *folder.glob("*/scores")):
+    entries = _entries(folder)
+    scores = [entry / "scores" for entry in entries]
+    for place in (*entries, *_entries(folder / "jobs"), *scores):
         if place.is_symlink() and place.is_dir():
             raise InputError(
                 f"{place}: is a link to {os.readlink(place)}, which would be looked into; delete "
                 "it, or put the folder itself there"
             )
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder, nothing where there is none; InputError where it cannot be listed."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise InputError(
+            f"{folder}: cannot be listed ({error.strerror}), so nobody knows what links are in it"
+        ) from error
 
 
 def _plan(

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from typing_extensions import assert_never
 
 from calibeval.ask.request import Request
-from calibeval.io import InputError
+from calibeval.io import InputError, refuse_what_is_waited_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -175,6 +175,8 @@ def load(
     `auto_class` is one of transformers' Auto classes, and `what` says in the message what it was
     to load: "a tokenizer". `options` are passed on. Code that comes with the model is not run.
     """
+    if Path(model).is_dir():
+        refuse_what_is_waited_for(Path(model))
     try:
         # Without a False, transformers asks whether to run it, and takes a piped y for an answer.
         return auto_class.from_pretrained(
