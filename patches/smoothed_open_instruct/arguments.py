@@ -2,7 +2,7 @@
 
 `log_statistics`, `stop_file` and `attn_implementation`, which they add too, are not checked here.
 
-patches/README.md says where a new flag goes, under "To change a patch, or to add a flag".
+`KNOWN_TO_FINETUNE` in tests/patches/test_backend.py, and the lists below it, hold every flag.
 
 `set_attention_dropout` carries out the flag of its name. Two functions at the end leave out what
 compute nodes without internet cannot do.

@@ -4,7 +4,7 @@
 
 Writes APPENDIX.md, forest.png and ece.png beside this file, and the table of README.md between its
 two marks. A verdict follows from a claim's intervals by the rule in `verdict`, and no figure is
-written by hand but those of `OWN_TEXT`, whose records were not kept.
+written by hand but settings, and those of `OWN_TEXT`, whose records were not kept.
 """
 
 from collections.abc import Callable
@@ -204,6 +204,39 @@ temperature is fitted among the choices alone.
 - *Refuted*: an interval leaves out 0 on the side against the claim.
 - *No difference shown*: every interval includes 0.
 """
+HOW_THE_RUNS_WERE_MADE = """## How the runs were made
+
+- **Learning rates** were chosen by held-out loss at β = 0 on one seed, out of 5e-6, 2e-5, 5e-5 and
+  2e-4: 5e-6, the lowest tried, for the 1.5B; 2e-5 for the 0.5B and Gemma; 2e-4, the highest tried,
+  for SmolLM2.
+- **Seeds**: five for the 1.5B; three for its comparisons with the summed, clipped loss, at equal
+  held-out loss, with the filtered gradient and with open-instruct's script, and three for the other
+  models.
+- **Machines**: H100s and H200s, torch 2.11.0, transformers 5.17.0. The 1.5B's temperatures,
+  averaged weights and entropy gaps are from models that were trained a second time, with the same
+  seeds. A temperature so fitted is applied to the answers of the first training.
+- **Equal held-out loss**: smoothing raises the held-out loss, so β = 0 was also trained at a
+  learning rate whose held-out loss is near that of β = 0.1. That compares two learning rates as
+  well.
+- **Averaged weights**: the tuned model's share is 0.25, 0.5, 0.75 or 1, whichever has the least log
+  loss on MMLU's validation questions.
+- **DACA** (Luo et al. 2025) fits a temperature without answers: on MMLU's questions, where the base
+  and the tuned model choose the same, so that their confidences agree.
+- **The temperatures** were sought between 1/54.6 and 54.6. For a model at chance log loss falls as
+  long as the temperature rises, so that those of Gemma and SmolLM2 stand at the end of the search
+  or near it.
+
+`records/MODEL.parquet` has a row for every question of every run, `records/questions.parquet` says
+what was asked, and `records/manifest.json` holds the SHA-256 of each file. pandas reads them alone;
+log-probabilities are in steps of 1/128. In seven trained runs of the 1.5B (seeds 0 and 1) the
+column `learning_rate` is empty, and only the name in the column `run` has the rate: pandas drops
+such rows when it groups by `learning_rate`, unless `dropna=False` is given.
+
+    runs = pandas.read_parquet("studies/claims/records/qwen2.5-coder-1.5b.parquet")
+    questions = pandas.read_parquet("studies/claims/records/questions.parquet")
+    answers = runs.dropna(subset="task").merge(questions, on=["task", "question"])
+    answers["logprobs"] = answers.logprob_steps / 128
+"""
 OWN_TEXT = """## Own text
 
 Smoothed models write more random text at temperature 1, seen on Gemma 3 270M alone. It continued
@@ -258,7 +291,7 @@ def appendix(models: list[str], labels: dict[str, str], runs_of: RunsOf) -> str:
         lines += table_of_changes([LARGE, SMALL], task, labels, runs_of)
     for model in models:
         lines += [f"## {labels[model]}", "", *tables_of_model(model, runs_of(model))]
-    return "\n".join([*lines, OWN_TEXT, ""])
+    return "\n".join([*lines, HOW_THE_RUNS_WERE_MADE, OWN_TEXT, ""])
 
 
 def tables_of_model(model: str, runs: list[AnsweredRun]) -> list[str]:

@@ -95,12 +95,9 @@ def test_winogrande_is_of_texts_after_one_prompt(imported):
     assert (found.scoring, found.normalise, len(found)) == ("continuation", "sum", 4)
 
 
-def test_the_page_asks_winogrande_as_lighteval_does(tmp_path):
-    """The task file of eval/README.md, on the sentences that lighteval was asked."""
-    page = (Path(__file__).parents[2] / "eval" / "README.md").read_text()
-    (block,) = [part for part in page.split("```yaml\n") if part.startswith("# winogrande.yaml")]
-    file = tmp_path / "winogrande.yaml"
-    file.write_text(block.partition("```")[0])
+def test_the_example_asks_winogrande_as_lighteval_does(tmp_path):
+    """The task file in eval/examples, on the sentences that lighteval was asked."""
+    file = Path(__file__).parents[2] / "eval" / "examples" / "winogrande.yaml"
     sentences = []
     for number in range(4):
         sentence = f"The cup {number} did not fit the case because the _ was too large."

@@ -104,9 +104,9 @@ def chats(tmp_path):
     return tmp_path
 
 
-def local_script(folder: Path, name: str = "kernel/README.md") -> str:
-    """A page's script on the folder's model and chats, for two updates on CPUs."""
-    script = python_block(name, 'data_files="chats.jsonl"')
+def local_script(folder: Path) -> str:
+    """The first page's script on the folder's model and chats, for two updates on CPUs."""
+    script = python_block("README.md", 'data_files="chats.jsonl"')
     output = f'output_dir="{folder / "out"}", max_steps=2, use_cpu=True, report_to="none"'
     changes = {
         '"chats.jsonl"': f'"{folder / "train.jsonl"}"',
@@ -142,7 +142,7 @@ def test_a_csv_file_is_scored_as_the_page_says(tmp_path):
 @pytest.mark.slow
 def test_the_script_for_chats_learns_the_answers_alone_and_smooths(chats):
     names: dict = {}
-    exec(compile(local_script(chats), "kernel/README.md", "exec"), names)
+    exec(compile(local_script(chats), "README.md", "exec"), names)
     trainer = names["trainer"]
     batch = next(iter(trainer.get_train_dataloader()))
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):

@@ -64,7 +64,7 @@ SUPER_BLOCK_TOKENS = 8192
 # The difference is 2 n D bytes for 16-bit inputs, and 0 for fp32 ones. It counts where
 # dE is wanted (`entries_of_chunk_memory`).
 #
-# With CHUNK_BYTES and all else that it holds a step comes to the 118 MB of kernel/README.md.
+# With CHUNK_BYTES and all else that it holds a step comes to the 119 MB of kernel/RESULTS.md.
 #
 # CHUNK_SHARE is for smaller calls. There a step that wants both gradients is to hold at most a
 # tenth more than the gradients' own bytes. CHUNK_SHARE is that tenth, less 7 / D for what

@@ -3,9 +3,8 @@
 
 `queue_kernel` works on the pairs that `pairs` lists. `block_sums_kernel` and
 `filtered_hidden_kernel` add the low-rank model: all that there is of a dropped pair, and of a drawn
-one what its weight takes away. The mathematics is in kernel/DERIVATION.md ("The filter", "The
-filter's backward"). With a token i, a block j and a vocabulary entry v, the symbols of `filter`
-are called
+one what its weight takes away. The mathematics is in kernel/DERIVATION.md ("The filter"). With a
+token i, a block j and a vocabulary entry v, the symbols of `filter` are called
 
     R_iv           `gradients`, those of a tile's rows
     m_ij           `pair_coefficients`: 0 for a kept pair, (1 − w) P for a drawn one, P for a
