@@ -15,7 +15,7 @@ from sweep_tools import prepare
 from sweeps import cli
 from sweeps.runs import scoring
 from sweeps.runs.events import EventKind, append_event, read_events
-from sweeps.runs.files import is_locked, locked, replace_folder, tail
+from sweeps.runs.files import is_locked, locked, replace_folder
 
 
 def test_a_lock_is_held_until_its_block_ends(tmp_path):
@@ -63,19 +63,6 @@ def test_a_row_after_one_that_was_cut_off_is_read(tmp_path):
     kinds = [event.kind for event in read_events(file)]
     assert kinds == [EventKind.LAUNCHED, EventKind.ENDED, EventKind.LAUNCHED]
     assert file.read_text().count("\n") == 4  # no empty line
-
-
-def test_a_log_line_may_end_as_on_windows(tmp_path):
-    log = tmp_path / "train.log"
-    log.write_bytes(b"10%\r20%\rerror: no room\r\n30%\r40%\n")
-    assert tail(log, 9) == ["error: no room", "40%"]
-
-
-def test_the_last_zero_bytes_of_a_log_hold_nothing(tmp_path):
-    """The lines of an earlier program would be taken for those of one that printed nothing."""
-    log = tmp_path / "train.log"
-    log.write_text("error: of the attempt before\n")
-    assert tail(log, 9, size=0) == []
 
 
 def test_a_block_that_fails_gives_its_lock_back(tmp_path):

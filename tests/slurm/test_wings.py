@@ -2,21 +2,17 @@
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
-from graphlib import TopologicalSorter
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import calibeval
-import smoothce
-import smoothed_open_instruct
 import sweeps
 from calibeval.io import InputError
 from sweeps.launch import sbatch
 from sweeps.runs.backend import load_backend, scoring_problem
-from sweeps.runs.backend_modules import built_in_backends
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster
 
@@ -73,61 +69,9 @@ def test_a_wing_imports_only_what_lies_below_it(package, wing):
         assert others <= may_import, f"{module.name} imports {others - may_import}"
 
 
-@pytest.mark.parametrize("package", MAY_IMPORT)
-def test_every_module_belongs_to_a_wing_or_is_named(package):
-    above, below = OUTSIDE_WINGS[package]
-    folder = folder_of(package)
-    assert {path.name for path in folder.glob("*.py")} == above | below
-    wings = {path.relative_to(folder).parts[0] for path in folder.glob("*/**/*.py")}
-    assert wings == set(MAY_IMPORT[package])
-
-
 def folder_of(package: ModuleType) -> Path:
     """Where a package's modules are."""
     return Path(package.__file__).parent
-
-
-def modules_of(package: ModuleType) -> dict[str, ast.Module]:
-    """The syntax trees of a package's modules, by their names."""
-    folder = folder_of(package)
-    trees = {}
-    for path in folder.rglob("*.py"):
-        name = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
-        trees[name.removesuffix(".__init__")] = ast.parse(path.read_text())
-    return trees
-
-
-def imports_outside_functions(tree: ast.AST, modules: Iterable[str]) -> Iterator[str]:
-    """Those of the modules that a module imports with its own import, or to check types."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0  # in this project, imports name the package
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in modules else node.module
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from imports_outside_functions(node, modules)
-
-
-@pytest.mark.parametrize("package", [smoothce, calibeval, smoothed_open_instruct, sweeps])
-def test_no_modules_import_each_other_in_a_circle(package):
-    trees = modules_of(package)
-    imported = {}
-    for name, tree in trees.items():
-        others = set(imports_outside_functions(tree, trees)) & set(trees)
-        # The packages that a module lies in are imported before it anyway.
-        imported[name] = {other for other in others if not f"{name}.".startswith(f"{other}.")}
-    assert any(imported.values())
-    TopologicalSorter(imported).prepare()  # raises CycleError with the circle
-
-
-@pytest.mark.parametrize("name", built_in_backends())
-def test_the_built_in_backends_have_what_a_backend_must_have(name):
-    backend = load_backend(name)
-    for member in ("Train", "packages", "missing", "train"):
-        assert callable(getattr(backend, member))
 
 
 @pytest.fixture
