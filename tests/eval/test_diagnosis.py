@@ -153,3 +153,34 @@ def test_models_are_scored_first(tiny_model, mmlu, tmp_path, capsys):
         read_lines(folder / "base.jsonl")
     )
     assert "no difference" in capsys.readouterr().out
+
+
+def test_a_loss_of_accuracy_and_calibration_is_told_to_train_less(models):
+    check = found(models, "calibrated", "sharp")
+    lost = replace(check.change_of_accuracy, value=-0.05, low=-0.06, high=-0.04)
+    assert "first try to train less" in diagnosis.advice(replace(check, change_of_accuracy=lost))
+    assert "train less" not in diagnosis.advice(check)
+    better = {name: replace(lost) for name in check.change_by_tuning}
+    improved = replace(check, change_of_accuracy=lost, change_by_tuning=better)
+    assert "train less" not in diagnosis.advice(improved)
+
+
+def test_after_a_temperature_it_is_said_when_to_stop(models):
+    """It sent the scaled records to nine trainings, for 0.004 of ECE."""
+    check = replace(found(models, "calibrated", "sharp"), temperature_applied=2.0)
+    assert "stop here" in diagnosis.advice_among_choices(check)
+
+
+@pytest.mark.parametrize(
+    ("settings", "split"),
+    [
+        ({"task": "mmlu"}, "val"),
+        ({"task": "arc_easy", "split": "dev"}, None),
+        ({"task": "boolq", "data": __file__}, None),  # of one file, `--split` is refused
+    ],
+)
+def test_where_to_fit_a_temperature_is_said_of_tasks_that_have_a_place(tmp_path, settings, split):
+    """The page told every task to take MMLU's `val`, which HellaSwag is asked on."""
+    file = tmp_path / "r.jsonl"
+    records.sidecar(file).write_text(json.dumps({"settings": settings}))
+    assert diagnosis.validation_split(file) == split

@@ -18,6 +18,7 @@ from calibeval import records
 from calibeval.ask import task_files, tasks
 from calibeval.ask.request import Task
 from calibeval.imports.lm_eval import lm_eval_row
+from calibeval.io import sha256
 
 # Which choice each of lm-eval's metrics takes: the greatest by this normalization.
 NORMALIZATION_OF_METRIC = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}
@@ -725,3 +726,19 @@ def test_logs_of_inspect_that_cannot_be_used(tmp_path, refused, write_log):
     assert "status is 'cancelled'" in refused(*command)
     write_log(None)
     assert "inspect log convert" in refused(*command)
+
+
+def test_logs_of_one_name_are_both_in_the_sidecar(tmp_path, run):
+    """Two runs of lm-eval in one folder each, into one file."""
+    files = []
+    for number, part in enumerate(("first", "second")):
+        folder = tmp_path / part / "model"  # the folder's name is the model's
+        folder.mkdir(parents=True)
+        samples = read_lines(MMLU)
+        for sample in samples:
+            sample["doc_id"] += 1000 * number
+        files.append(write_lines(folder / "samples_mmlu_abstract_algebra.jsonl", samples))
+    out = tmp_path / "mmlu.jsonl"
+    run("import", *files, "--out", out)
+    digests = records.meta(out)["settings"]["samples"]
+    assert sorted(digests.values()) == sorted(sha256(file) for file in files)

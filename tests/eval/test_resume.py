@@ -365,3 +365,13 @@ def test_another_tokenizer_from_python_is_refused(mmlu, tiny_model, tmp_path):
     tokenizer.add_tokens([" light"])
     with pytest.raises(InputError, match=r"mmlu.jsonl: was made with other token ids of the same"):
         scoring.score(tiny_model, tokenizer, **options)
+
+
+@pytest.mark.parametrize("key", ["model", "versions"])
+def test_a_record_that_scoring_did_not_write_is_refused(store, tmp_path, key):
+    """It ended in a traceback: KeyError."""
+    rows = read_lines(tmp_path / "r.jsonl.part")
+    del rows[-1][key]
+    write_lines(tmp_path / "r.jsonl.part", rows)
+    with pytest.raises(InputError, match=f"question a/0: no '{key}'"):
+        store.finished()

@@ -492,3 +492,27 @@ def test_gaps_of_opposite_sign_add_up_in_a_difference(world):
     cell = interval_coverage.Cell(0.05, 2000, other=0.05, names=("rms_debiased",))
     held, made = cell.run(world, 300)["rms_debiased"]
     assert held / made >= 0.94 - 3 * np.sqrt(0.06 * 0.94 / 300)
+
+
+def test_neither_sign_of_the_signed_error_is_better(sharpened):
+    assert difference("ece_signed", *sharpened).low > 0
+    assert stats.better("ece_signed", difference("ece_signed", *sharpened)) is None
+
+
+def test_fewer_seeds_need_more_to_be_sure(seeds):
+    """The same ratio of a difference to its interval: two seeds have a wide distribution."""
+    rng = np.random.default_rng(0)
+    draws = 0.01 * rng.normal(size=(5, 1000))
+    ps = []
+    for count in (2, 3, 5):
+        figures = 1 + 0.2 * np.linspace(-1, 1, count)
+        side = stats.Side(figures, draws[:count])
+        found = stats.estimate_sum(side)
+        ps.append(found.p_no_difference)
+        assert stats.degrees_of_freedom([side]) == pytest.approx(count - 1, rel=0.1)
+    assert ps == sorted(ps, reverse=True)
+
+
+def test_too_few_subjects_are_refused(tmp_path):
+    with pytest.raises(InputError, match="1 subject; expected 10 or more"):
+        evaluations.load(write_records(tmp_path / "a.jsonl", n=50), cluster="subject")

@@ -10,8 +10,10 @@ import pytest
 from sweep_tools import command, launch
 from test_golden_records import GOLDEN, lay_out, read_csv
 
+from calibeval.io import sha256
 from sweeps.results import collect
 from sweeps.results.selection import best_learning_rates
+from sweeps.results.settings import settings
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
 
@@ -138,3 +140,35 @@ def test_a_full_disk_is_named_and_the_same_command_continues(sweep_file, disk):
     remount(disk, "ro")
     printed = launch(path, "--executor", "local", f"output_root={disk}", "grid.seed=[9]", code=2)
     assert "Read-only file system" in printed and "Traceback" not in printed
+
+
+def test_a_file_that_is_called_like_an_option_does_not_hide_it(sweep_file, tmp_path, monkeypatch):
+    """A hash of its content stands among a run's settings, under its path."""
+    monkeypatch.chdir(tmp_path)
+    Path("seed").write_text("conversations")
+    path = sweep_file(grid={}, train={"seed": 7, "train_file": "seed"})
+    (run,) = plan_sweep(path, []).runs
+    finish_training(run, held_out_loss=1)
+    shown = settings(run)
+    assert shown["seed"] == 7
+    assert shown["file seed"] == sha256(Path("seed"))[:8]
+
+
+@pytest.mark.parametrize("typed", ["./a/m", "a/m/", "a/m"])
+def test_a_model_has_its_label_however_its_path_is_spelt(monkeypatch, typed):
+    monkeypatch.setattr(collect.scoring, "gap", lambda run, task: None)
+    plan = plan_sweep(
+        AXIS, [f"train.model_name_or_path={typed}", f"model_labels={{{typed}: Mine}}"]
+    )
+    assert {row["model"] for row in collect.entries(plan, plan.runs)} == {"Mine"}
+
+
+def test_runs_csv_has_all_runs_of_the_folder_as_the_tables_have(toy_file):
+    path = toy_file(grid={"seed": [1, 2, 3]})
+    for seed in (1, 2):
+        (run,) = plan_sweep(path, [f"grid.seed=[{seed}]"]).runs
+        finish_training(run, held_out_loss=1.0)
+    plan = plan_sweep(path, ["grid.seed=[2]"])
+    collect.collect(plan)
+    rows = read_csv(plan.folder / "results" / "runs.csv")
+    assert [row["seed"] for row in rows] == ["2", "1"]

@@ -274,3 +274,9 @@ def test_relative_paths_begin_where_a_launch_is_typed_and_its_folder_remembers_t
     printed = launch(path, "--dry-run", f"output_root={here / 'out'}", cwd=there)
     remedy = f"was launched from {here}, where its relative paths begin: cd {here}, or give"
     assert f"chats.jsonl: {folder} {remedy}" in printed, printed
+
+
+def test_an_empty_name_of_a_tokenizer_is_no_folder(sweep_file):
+    """It became `.`, and the trainer looked for a tokenizer in the project's folder."""
+    (run,) = plan_sweep(sweep_file(grid={}), ["train.tokenizer_name=''"]).runs
+    assert run.config().train["tokenizer_name"] == ""

@@ -368,3 +368,33 @@ def test_a_run_by_hand_from_any_folder_is_trained_once_as_its_config_was(toy_fil
     run.config_file.write_text(run.config_file.read_text().replace("seed: 0", "seed: 3"))
     done = command("train", run.path)
     assert done.returncode == 2 and "was edited" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_another_process_is_at_is_no_failed_run(toy_file, hold):
+    """Its program gives up after half a minute, and the run itself is well."""
+    path = toy_file(grid={}, train=LONG)
+    run = prepare(path)
+    by_hand = subprocess.Popen([sys.executable, "-m", "sweeps", "train", str(run.path)])
+    try:
+        wait_for(run.metrics.exists)
+        printed = launch(path, "--executor", "local", code=1)
+        assert f"failed: {run.name}: another process is at this run" in printed
+        assert not [event.error for event in run.events() if event.error]
+        assert "1 running" in command("status", path).stdout
+    finally:
+        by_hand.kill()
+        by_hand.wait()
+    assert "1 to do" in command("status", path).stdout
+
+
+def test_what_a_tracker_writes_lies_in_the_runs_folder(toy_file, tmp_path, monkeypatch):
+    """wandb writes into the folder that WANDB_DIR names, or else into the project's."""
+    shell = tmp_path / "python"
+    shell.write_text(f'#!/bin/sh\necho "$WANDB_DIR ${{WANDB_MODE-unset}}" > "{tmp_path}/seen"\n')
+    shell.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(shell))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run = prepare(toy_file(grid={}))
+    worker.work(run, lambda: False)
+    assert (tmp_path / "seen").read_text() == f"{run.path} unset\n"  # which calls wandb's server

@@ -15,7 +15,7 @@ from sweep_tools import prepare
 from sweeps import cli
 from sweeps.runs import scoring
 from sweeps.runs.events import EventKind, append_event, read_events
-from sweeps.runs.files import is_locked, locked, replace_folder
+from sweeps.runs.files import is_locked, locked, replace_folder, tail
 
 
 def test_a_lock_is_held_until_its_block_ends(tmp_path):
@@ -90,3 +90,16 @@ def test_the_older_folder_is_deleted_only_once_the_new_one_is_in_its_place(tmp_p
     monkeypatch.setattr(shutil, "rmtree", watched)
     replace_folder(source, destination)
     assert seen == {"old": "new"} and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_log_line_may_end_as_on_windows(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_bytes(b"10%\r20%\rerror: no room\r\n30%\r40%\n")
+    assert tail(log, 9) == ["error: no room", "40%"]
+
+
+def test_the_last_zero_bytes_of_a_log_hold_nothing(tmp_path):
+    """The lines of an earlier program would be taken for those of one that printed nothing."""
+    log = tmp_path / "train.log"
+    log.write_text("error: of the attempt before\n")
+    assert tail(log, 9, size=0) == []

@@ -559,3 +559,88 @@ def test_an_sbatch_that_prints_no_id_is_no_refusal(toy_file, profile, programs):
     printed = launch(toy_file(cluster=profile()), "--executor", "slurm", code=2)
     words = "sbatch has printed no job's id: 'Welcome to 2026'; the same command finds what it"
     assert words in printed, printed
+
+
+def test_a_backend_is_not_asked_about_a_run_whose_model_lacks_files(toy_file, monkeypatch):
+    """One that reads the model's config to say what is missing would end in a traceback."""
+
+    def missing(train_options: object, world: object) -> list[str]:
+        raise FileNotFoundError("config.json")
+
+    monkeypatch.setattr("toy.backend.missing", missing)
+    found = preflight.problems(
+        plan_sweep(toy_file(), ["train.model_name_or_path=./nowhere"]), "local"
+    )
+    assert [problem for problem in found if "nowhere: no such folder" in problem]
+
+
+@pytest.mark.parametrize("limits", [[1.0, -1.0], [-1.0, 1.0]], ids=str)
+def test_a_backend_is_asked_about_runs_that_differ_in_numbers_alone(sweep_file, tmp_path, limits):
+    deepspeed = tmp_path / "deepspeed.json"
+    deepspeed.write_text('{"gradient_clipping": 1.0}')
+    path = sweep_file(
+        grid={"clip_grad_norm": limits},
+        backend="open-instruct",
+        world={"deepspeed": str(deepspeed), "processes_per_node": 2},
+    )
+    assert "train.clip_grad_norm: DeepSpeed ignores it" in problems(path)
+
+
+def test_prefetch_says_that_what_it_fetched_is_not_whole(toy_file, hub):
+    variables = hub("config.json", "tokenizer.json", "model.gguf")
+    fetched = command(
+        "prefetch", toy_file(train={"model_name_or_path": "owner/name"}), env=variables
+    )
+    assert fetched.returncode == 1
+    assert "failed: model owner/name: was fetched, and is not whole" in fetched.stderr
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[]"], ids=str)
+def test_a_damaged_index_is_named_with_the_other_problems(toy_file, hub_model, content):
+    """Of the hub's cache it is a link; without the file behind it the model is fetched anew."""
+    blob = hub_model / "blobs" / "index"
+    blob.parent.mkdir()
+    blob.write_bytes(content)
+    snapshot = hub_model / "snapshots" / "abc"
+    (snapshot / "model.safetensors.index.json").symlink_to(blob)
+    (snapshot / "a.safetensors").touch()
+    path = toy_file(train={"model_name_or_path": "owner/name"})
+    told = f"model owner/name: {blob}: is damaged: delete it"
+    assert told in problems(path)
+    (problem,) = assets.fetch(assets.assets(plan_sweep(path, [])))
+    assert told in problem
+    blob.unlink()
+    assert not assets.on_disk("owner/name", "models")
+
+
+def test_a_refusal_is_told_though_what_was_queued_before_cannot_be_taken_back(
+    toy_file, profile, tiny, programs
+):
+    """The launch ended with scancel's words alone, and no run was told why."""
+    programs(
+        sbatch=(
+            "grep -q job-name=toy.score || { echo 71; exit; }\n"
+            "echo 'sbatch: error: no such account' >&2; exit 1"
+        ),
+        squeue="",
+        scancel="echo 'scancel: error: Unable to contact slurm controller' >&2; exit 1",
+    )
+    score = {"tasks": [mmlu(tiny)]}
+    path = toy_file(cluster=profile(), score=score, world={"processes_per_node": 2})
+    printed = launch(path, "--executor", "slurm", code=2)
+    assert "cluster.yaml: sbatch refuses: no such account" in printed
+    assert "scancel does not answer" in printed and "(71) still is; to take it back: " in printed
+    assert "not queued: sbatch refuses: no such account" in command("status", path).stdout
+
+
+def test_a_profiles_interpreter_is_asked_for_what_trains(sweep_file, profile, odd_files):
+    printed = problems(sweep_file(cluster=profile(python=f"{odd_files}/bare")))
+    absent = "accelerate datasets pydantic submitit torch transformers trl yaml"
+    assert printed.endswith(f"lacks packages that runs need: {absent}")
+
+
+def test_a_run_whose_model_was_deleted_cannot_be_scored(asked_once):
+    path, run, _ = asked_once
+    (run.path / "DONE").touch()
+    printed = launch(path, "--executor", "local", code=2)
+    assert f"{run.path}: its model is gone: to score it, delete the folder" in printed

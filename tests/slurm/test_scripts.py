@@ -346,3 +346,17 @@ def test_the_scripts_take_files_from_where_they_are_typed(tmp_path):
 if __name__ == "__main__":
     for name in CASES:
         (GOLDEN / f"{name}.txt").write_text(render(name), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ("MaxArraySize            = 1001\nMaxJobCount = 5", 1001),
+        ("MaxArraySize = 9\nSchedulerParameters = a=1,max_array_tasks=4,b", 4),
+        ("MaxArraySize = 0", 0),
+        ("", None),
+    ],
+)
+def test_how_large_an_array_may_be(monkeypatch, config, limit):
+    monkeypatch.setattr(slurm_queue, "slurm_or_empty", lambda *words, cluster: config)
+    assert slurm_queue.largest_array(None) == limit

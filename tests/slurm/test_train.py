@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.utils import str_to_bool
 from disk_writes import DiskWrites
 from safetensors.torch import load_file
 from sweep_tools import equal, logs, prepare
 from torch import Tensor
-from training_runs import collated, finished_run, logged, own_token_cache
+from training_runs import collated, finished_run, logged, own_token_cache, windowed_gemma
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,6 +30,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaForCausalLM,
     MixtralConfig,
+    TrainingArguments,
     get_scheduler,
 )
 
@@ -36,13 +38,15 @@ from calibeval.io import InputError
 from sweeps.launch import preflight
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
-from sweeps.training import checkpoint, fit, sft_trainer
+from sweeps.runs.schema import World
+from sweeps.training import checkpoint, fit, model_loading, sft_trainer
 from sweeps.training.callbacks import StopSignal
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.micro_batches import Updates
 from sweeps.training.model_loading import add_adapters
 from sweeps.training.options import LoraOptions, TrainOptions
 from sweeps.training.saving import in_precision, merge_adapters
+from sweeps.training.sft_config import first_rank_reads, use_one_gpu
 from sweeps.training.tokenization import IGNORE, make_tokenizer, tokenize_file
 
 token_cache = pytest.fixture(autouse=True, scope="module")(own_token_cache)
@@ -566,3 +570,32 @@ def test_shares_of_other_tokens_are_refused(sweep_file, tiny, tmp_path, kind):
     assert not preflight.problems(plan_sweep(path, [target]), "local")
     with pytest.raises(InputError, match=rf"u\.npy: .*; expected .* of {size} shares"):
         finished_run(path, target)
+
+
+def test_one_process_uses_one_gpu(tmp_path):
+    """transformers counts all that are visible, and would spread the model over them."""
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert arguments.n_gpu == 0
+    arguments._n_gpu = 2
+    use_one_gpu(arguments)
+    assert arguments.n_gpu == 1
+
+
+@pytest.mark.parametrize("setting", [True, "yes", "On", 1, False, "OFF", "0"])
+def test_a_setting_of_an_fsdp_file_is_true_where_transformers_takes_it_so(tmp_path, setting):
+    """Else this project and transformers would not agree which rank reads the model."""
+    file = tmp_path / "fsdp.json"
+    file.write_text(json.dumps({"version": 2, "cpu_ram_efficient_loading": setting}))
+    reads_on_first = first_rank_reads(World(fsdp=str(file)))
+    assert reads_on_first == str_to_bool(str(setting), to_bool=True)
+
+
+def test_what_packed_attention_cannot_do_is_padded(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = windowed_gemma()
+    options = TrainOptions.model_construct(packing=True)
+    assert not model_loading.try_packing(model, options, half_precision=False)
+    model.config.attn_logit_softcapping = 50.0
+    assert not model_loading.try_packing(model, options, half_precision=True)
+    said = capsys.readouterr().out
+    assert "16 bits" in said and "caps its scores" in said
