@@ -14,6 +14,7 @@ import calibeval
 from calibeval import records
 from calibeval.io import InputError
 from calibeval.measures import evaluations, squared_error, stats
+from calibeval.measures.samples import Sample, scores_of_records
 
 
 def difference(metric: str, a: evaluations.Evaluation, b: evaluations.Evaluation) -> stats.Estimate:
@@ -516,3 +517,15 @@ def test_fewer_seeds_need_more_to_be_sure(seeds):
 def test_too_few_subjects_are_refused(tmp_path):
     with pytest.raises(InputError, match="1 subject; expected 10 or more"):
         evaluations.load(write_records(tmp_path / "a.jsonl", n=50), cluster="subject")
+
+
+def test_square_draws_read_what_they_say_they_read(tmp_path):
+    """With the gaps as observed, A + B + D is T of the resample, but for (n_b − 1) / n_b."""
+    made = records.read(write_records(tmp_path / "a.jsonl", n=3000, sharpness=1.5))
+    of = scores_of_records(made, "choices")
+    counts = np.random.default_rng(1).multinomial(3000, np.full(3000, 1 / 3000), 50).astype(float)
+    observed = Sample.observed(of).bins
+    resampled = Sample.resampled(of, counts).bins
+    draws = squared_error.square_draws(observed, [resampled])
+    expected = squared_error.debiased_square(resampled)
+    assert draws.noise_part + draws.gap_part == pytest.approx(expected, rel=0.05)
