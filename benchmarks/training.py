@@ -24,7 +24,8 @@ A trainer's name says what it has; the step is TRL's, and the smoothing comes la
     …-theirs        with TRL's own smoothing, label_smoothing_factor=0.1
     …-ours          with smoothce.patch_trainer, label_smoothing=0.1
     …-ours-twice    the same, but the head's hooks run also where it defers its logits, so that
-                    FSDP2 and ZeRO-3 gather the classifier twice a forward pass
+                    ZeRO-3 gathers the classifier twice a forward pass; FSDP2 copies what the head
+                    answers, which then finds no loss
 
 Not the same: TRL takes accuracy and entropy of every micro-batch, and waits for the GPU to count
 its tokens; the sweeps' trainer counts them on the CPU. Conversations come in an order of each

@@ -267,6 +267,8 @@ def print_metrics(path: Path, summary: dict[str, Any]) -> None:
         asked = f"letter mass {summary['letter_mass']:.3f}"
     show(hanging(f"{path}: {counted(summary['questions'], 'question')}, {asked}"))
     headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
+    if summary["scoring"] == "generate":
+        headings["choices"] = "the answers"
     table = pd.DataFrame(summary["metrics"]).map(str)
     show(table.rename(columns=headings).to_string())
     print(f"[low, high]: 95 % intervals {summary['intervals']}")

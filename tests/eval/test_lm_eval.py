@@ -700,7 +700,7 @@ NO_TOP_LOGPROBS["output"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"
         (inspect_sample(1, "BC", "A"), "target is 'BC', expected one of A, B, C"),
         (inspect_sample(1, "A", "yes"), "none of its tokens is a choice's letter"),
         (inspect_sample(1, "A"), "no top log-probabilities"),
-        ({**inspect_sample(1, "A"), "choices": None}, "sample 1: TypeError"),
+        ({**inspect_sample(1, "A"), "choices": None}, "its scores are none"),
         (SHUFFLED, "answers B, C by its score"),
         (SHUFFLED_AND_EXPLAINED, "answers B, C by its score"),
         (SAID_TO_BE_SHUFFLED, "shuffle them by the data set's `shuffle_choices`"),
@@ -742,3 +742,96 @@ def test_logs_of_one_name_are_both_in_the_sidecar(tmp_path, run):
     run("import", *files, "--out", out)
     digests = records.meta(out)["settings"]["samples"]
     assert sorted(digests.values()) == sorted(sha256(file) for file in files)
+
+
+# --- Written answers ---
+
+
+def written_sample(number: int, answer: str, value: object, *logprobs: float, epoch: int = 1):
+    """A sample of Inspect's log whose answer the scorer `match` has read."""
+    content = [{"token": "x", "logprob": logprob} for logprob in logprobs]
+    return {
+        "id": number,
+        "epoch": epoch,
+        "input": f"Which {number}?",
+        "target": ["Paris", "City of Paris"],
+        "output": {"choices": [{"logprobs": {"content": content}}], "completion": answer},
+        "scores": {"match": {"value": value, "answer": answer}},
+    }
+
+
+def test_inspects_written_answers(tmp_path, run, write_log):
+    samples = [
+        written_sample(1, "Paris", "C", -0.1, -0.2),
+        written_sample(2, "London", "I", -1.0),
+        written_sample(1, "the paris.", "C", -0.3, epoch=2),
+        written_sample(2, "Berlin", "C", -0.7, epoch=2),
+    ]
+    out = tmp_path / "r.jsonl"
+    run("import", write_log(samples), "--out", out, "--epoch", "1")
+    assert records.read(out, "sum").logprobs.tolist() == [[pytest.approx(-0.3)], [-1.0]]
+    assert records.read(out).logprobs.tolist() == [[pytest.approx(-0.15)], [-1.0]]
+    assert [row["agreement"] for row in read_lines(out)] == [1.0, 0.0]
+    assert "2 questions, written answers" in run("metrics", out).out
+
+
+def test_lm_evals_repeats_are_samples(tmp_path, run, refused):
+    """As lm-eval 0.4.13 logs `generate_until` with `repeats: 3`."""
+    replies = [["Paris", "paris", "Rome"], ["Bonn", "Berlin", "Bonn"]]
+    rows = []
+    for number, texts in enumerate(replies):
+        request = {"arg_0": "Q: …", "arg_1": {"until": ["\n"], "temperature": 1.0}}
+        rows.append(
+            {
+                "doc_id": number,
+                "doc": {},
+                "target": "['Paris']",
+                "arguments": {"gen_args_0": request},
+                "resps": [texts],
+                "filtered_resps": texts[:1],
+                "filter": "plain",
+                "exact_match": float(number == 0),
+            }
+        )
+    log = write_lines(tmp_path / "samples_capitals.jsonl", rows)
+    out = tmp_path / "r.jsonl"
+    run("import", log, "--out", out)
+    found = records.read(out)
+    assert found.labels.tolist() == [0, 1]
+    assert found.logprobs.tolist() == [[pytest.approx(math.log(0.5))]] * 2
+    assert "no 'sum'" in refused("metrics", out, "--normalise", "sum")
+    assert "no likelihoods" in refused("temperature", out, out, "--out", tmp_path / "t.jsonl")
+
+
+ONE_REPLY = {
+    "doc_id": 0,
+    "doc": {},
+    "arguments": {"gen_args_0": {"arg_0": "Q", "arg_1": {}}},
+    "resps": [["Paris"]],
+    "filtered_resps": ["Paris"],
+    "exact_match": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "nothing tells how sure the model is of its answer"),
+        ({"resps": [["I say Rome", "Paris"]], "filtered_resps": ["Rome"]}, "makes 'Rome' of its"),
+        ({"resps": [["Paris", "Rome"]], "exact_match": 0.3}, "expected one of exact_match"),
+    ],
+)
+def test_lm_evals_answers_of_which_nothing_is_known(tmp_path, refused, changes, expected):
+    log = write_lines(tmp_path / "samples_capitals.jsonl", [{**ONE_REPLY, **changes}])
+    assert expected in refused("import", log, "--out", tmp_path / "r.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (written_sample(1, "Paris", "C"), "nothing tells how sure the model is of its answer"),
+        (written_sample(1, "Paris", 0.4, -0.1), "match scores 0.4, expected C or I"),
+    ],
+)
+def test_inspects_answers_of_which_nothing_is_known(tmp_path, refused, write_log, sample, expected):
+    assert expected in refused("import", write_log([sample]), "--out", tmp_path / "r.jsonl")

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-import smoothce
 from smoothce.hf_patch.head import LossSettings
 from smoothce.hf_patch.patching import install
 

@@ -31,7 +31,7 @@ from calibeval.ask.engines import Job, load_tokenizer, shortened, text_config
 from calibeval.ask.engines.hf import Prefix, TransformersEngine
 from calibeval.ask.engines.hf_model import load_model
 from calibeval.ask.engines.token_tree import PADDING, separate_choices
-from calibeval.io import InputError, parse_json, read_text
+from calibeval.io import InputError, atomic_write, parse_json, read_text
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -76,9 +76,8 @@ class TemperatureHead(nn.Module):
 
     def save(self, path: Path, digest: str) -> None:
         """Write the head, and the digest of the model that it was trained on."""
-        part = path.with_name(f".{path.name}.part")
-        torch.save({"kind": self.kind, "state": self.state_dict(), "model": digest}, part)
-        part.replace(path)
+        with atomic_write(path, "wb") as file:
+            torch.save({"kind": self.kind, "state": self.state_dict(), "model": digest}, file)
 
     @classmethod
     def load(cls, path: Path, config: "PretrainedConfig", digest: str | None) -> "TemperatureHead":

@@ -1,15 +1,20 @@
-"""Logs of Inspect, scored by letters.
+"""Logs of Inspect, scored by letters, or answers that the model wrote.
 
 `inspect eval … --logprobs --top-logprobs 20` makes them, and `inspect log convert --to json`. A
 sample's answer is the letter that Inspect's own scorer takes (`_answer_place`); the
 log-probabilities there of all letters are the record. A letter that is not among the top ones has
 at most the least of these, and gets it. Of several epochs one is read, which the user names.
+
+A sample without choices holds a written answer, which is right where all its scorers say so. Its
+confidence is the reply's likelihood, and the agreement with the other epochs' answers.
 """
 
 import hashlib
 import json
 import math
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +24,14 @@ import numpy as np
 
 from calibeval import records
 from calibeval.ask.questions import LETTERS
-from calibeval.imports.logs import LeftOut, Log, LogFormat, LogSample, versions_as_texts
+from calibeval.imports.logs import (
+    LeftOut,
+    Log,
+    LogFormat,
+    LogSample,
+    versions_as_texts,
+    written_fields,
+)
 from calibeval.io import LARGE_FILE, InputError, parse_json, read_text
 from calibeval.records import RawRecord
 
@@ -28,6 +40,8 @@ ANSWER = re.compile(r"ANSWER\s*:[\s$*(]*(?P<letter>[A-Z])(?![A-Z0-9])", re.IGNOR
 ANSWER_LINE = re.compile(rf"^[ \t]*{ANSWER.pattern}[ \t$*),.]*$", re.IGNORECASE | re.MULTILINE)
 LONE_LETTER = re.compile(r"(?<!\w)(?P<letter>[A-Z])(?!\w)")
 WORD_CHARACTER = re.compile(r"\w")
+# What Inspect's scorers say of an answer.
+IS_RIGHT = {"C": True, "I": False, 1: True, 0: False}
 # How its scorer's explanation begins where the letters are not those of the log's choices.
 SHUFFLED = "Choices were shuffled before generating"
 
@@ -56,10 +70,14 @@ def read_inspect(path: Path) -> Log:
             "model": log["eval"]["model"],
             "versions": versions_as_texts(log["eval"].get("packages") or {}),
         }
+        answers: dict[str, dict[int, str]] = defaultdict(dict)  # of each question, by epoch
+        for sample in log["samples"]:
+            if not sample.get("choices") and not sample.get("error"):
+                answers[str(sample["id"])][_epoch(sample)] = _written_answer(sample)
         samples = [
             LogSample(
                 place=f"{path}, sample {sample.get('id')}",
-                make_row=partial(inspect_row, sample, task),
+                make_row=partial(inspect_row, sample, task, answers[str(sample.get("id"))]),
                 epoch=_epoch(sample),
             )
             for sample in log["samples"]
@@ -76,7 +94,9 @@ def _epoch(sample: dict[str, Any]) -> int:
     return epoch
 
 
-def inspect_row(sample: dict[str, Any], task: str) -> RawRecord:
+def inspect_row(
+    sample: dict[str, Any], task: str, answers_by_epoch: Mapping[int, str]
+) -> RawRecord:
     """A sample as a record; `LeftOut` where the model answered nothing."""
     if sample.get("error"):
         raise LeftOut("errored")
@@ -85,6 +105,14 @@ def inspect_row(sample: dict[str, Any], task: str) -> RawRecord:
     replies = sample["output"]["choices"]
     if not replies or (answers and not any(answers)):
         raise LeftOut("unanswered")
+    asked = json.dumps([sample["input"], sample.get("choices")], ensure_ascii=False)
+    about = {
+        "id": str(sample["id"]),
+        "subject": str((sample.get("metadata") or {}).get("subject") or task),
+        "prompt_sha256": hashlib.sha256(asked.encode()).hexdigest(),
+    }
+    if not sample.get("choices"):
+        return {**about, **_written_row(sample, answers_by_epoch)}
     if any(SHUFFLED in str(score.get("explanation")) for score in scores):
         raise ValueError(
             "`multiple_choice(shuffle=True)` showed the choices in another order than the log's; "
@@ -99,15 +127,43 @@ def inspect_row(sample: dict[str, Any], task: str) -> RawRecord:
         raise ValueError(f"target is {target!r}, expected one of {', '.join(letters)}")
     label = letters.index(target)
     logprobs = _letters_where_answered(replies[0].get("logprobs"), letters, answers)
-    asked = json.dumps([sample["input"], sample["choices"]], ensure_ascii=False)
     return {
-        "id": str(sample["id"]),
-        "subject": str((sample.get("metadata") or {}).get("subject") or task),
+        **about,
         "label": label,
         "logprobs": logprobs,
         "letter_mass": math.fsum(map(math.exp, logprobs)),
-        "prompt_sha256": hashlib.sha256(asked.encode()).hexdigest(),
     }
+
+
+def _written_row(sample: dict[str, Any], answers_by_epoch: Mapping[int, str]) -> RawRecord:
+    """What a record holds of a sample whose answer the model wrote."""
+    verdicts = set()
+    for name, score in (sample.get("scores") or {}).items():
+        if score["value"] not in IS_RIGHT:
+            raise ValueError(f"{name} scores {score['value']!r}, expected C or I, or 1 or 0")
+        verdicts.add(IS_RIGHT[score["value"]])
+    if len(verdicts) != 1:
+        found = "differ" if verdicts else "are none"
+        raise ValueError(f"its scores {found}; import a log with one scorer")
+    reply_logprobs = sample["output"]["choices"][0].get("logprobs") or {}
+    token_logprobs = [float(token["logprob"]) for token in reply_logprobs.get("content") or []]
+    epoch = _epoch(sample)
+    others = [answer for other, answer in answers_by_epoch.items() if other != epoch]
+    if not token_logprobs and not others:
+        raise ValueError(
+            "nothing tells how sure the model is of its answer; run `inspect eval` with "
+            "--logprobs, or with --epochs 11"
+        )
+    (is_right,) = verdicts
+    return written_fields(_written_answer(sample), is_right, token_logprobs, others)
+
+
+def _written_answer(sample: dict[str, Any]) -> str:
+    """The answer that the first of Inspect's scorers took, else the whole reply."""
+    for score in (sample.get("scores") or {}).values():
+        if isinstance(score.get("answer"), str):
+            return str(score["answer"])
+    return str(sample["output"].get("completion") or "")
 
 
 def _letters_where_answered(

@@ -1,8 +1,8 @@
 """Logs of lm-evaluation-harness.
 
 `lm_eval --log_samples --output_path DIR` writes `samples_<task>_<time>.jsonl`, with a line a
-question that has the log-probability of each choice after its prompt. `results_<time>.json` beside
-it knows the model, the examples and the versions.
+question that has the log-probability of each choice after its prompt, or what the model wrote.
+`results_<time>.json` beside it knows the model, the examples and the versions.
 """
 
 import re
@@ -17,6 +17,7 @@ import numpy as np
 
 from calibeval.ask import task_files
 from calibeval.ask.questions import LETTERS
+from calibeval.ask.written import normalized
 from calibeval.imports.logs import (
     NOT_A_SAMPLE,
     Log,
@@ -26,10 +27,12 @@ from calibeval.imports.logs import (
     possible,
     split_task,
     versions_as_texts,
+    written_fields,
 )
 from calibeval.io import LARGE_FILE, InputError, counted, json_lines, parse_json, read_text, reading
 from calibeval.records import RawRecord
 
+IS_RIGHT = ("exact_match", "em", "acc")  # metrics that are 1 where a written answer is right
 SAMPLES_NAME = re.compile(r"samples_(?P<task>.+?)(?P<time>_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
 
 
@@ -197,6 +200,10 @@ def lm_eval_row(
     of digits is an index, unless `digits_are_texts`.
     """
     requests = _requests(sample)
+    question_id, subject = _id_and_subject(sample, task)
+    about = {"id": question_id, "subject": subject, "prompt_sha256": sample.get("prompt_hash")}
+    if isinstance(requests[0][1], dict):  # how to generate, and not a text
+        return {**about, **_written_row(sample)}
     logprobs_of_requests = [float(logprob) for logprob, _ in sample["filtered_resps"]]
     n_choices = _number_of_choices(requests)
     texts = [text for _, text in requests[:n_choices]]
@@ -210,16 +217,41 @@ def lm_eval_row(
     right = float(np.argmax(logprobs) == label)
     if right != float(sample.get("acc", right)):
         raise ValueError(f"acc is {sample['acc']}, but {right} by log-probabilities and target")
-    question_id, subject = _id_and_subject(sample, task)
     are_letters = texts == list(LETTERS[:n_choices])
     return {
-        "id": question_id,
-        "subject": subject,
+        **about,
         "label": label,
         "logprobs": logprobs,
-        "prompt_sha256": sample.get("prompt_hash"),
         **choice_fields(texts, logprobs, are_letters, sample),
     }
+
+
+def _written_row(sample: dict[str, Any]) -> RawRecord:
+    """What a record holds of a sample whose answer the model wrote (`generate_until`).
+
+    The log has no probability of it, so that its confidence is the agreement of the task's
+    `repeats`.
+    """
+    (answer,) = sample["filtered_resps"]
+    (replies,) = sample["resps"]
+    if len(replies) < 2:
+        raise ValueError(
+            "nothing tells how sure the model is of its answer: lm-eval logs no probability of "
+            "what a model writes. Give the task `repeats: 10` and sampling, or ask by `calibeval "
+            "score`, whose tasks trivia_qa, nq_open and answers know it"
+        )
+    normalized_replies = [normalized(reply) for reply in replies]
+    if normalized(answer) not in normalized_replies:
+        raise ValueError(
+            f"filter {sample.get('filter')!r} makes {answer!r} of its replies, so which of them "
+            "agree is not known; give the task no filter but take_first"
+        )
+    others = list(replies)
+    del others[normalized_replies.index(normalized(answer))]
+    metric = next((name for name in IS_RIGHT if name in sample), None)
+    if metric is None or sample[metric] not in (0, 1):
+        raise ValueError(f"expected one of {', '.join(IS_RIGHT)}, 0 or 1")
+    return written_fields(answer, sample[metric] == 1, [], others)
 
 
 def _lm_eval_label(
@@ -313,4 +345,6 @@ def _builtin_task(task: str) -> str | None:
     return data_set if data_set in task_files.BUILTIN_NAMES else None
 
 
-LM_EVAL = LogFormat("lm-evaluation-harness", read_lm_eval, "a multiple-choice sample")
+LM_EVAL = LogFormat(
+    "lm-evaluation-harness", read_lm_eval, "a multiple-choice sample, or answers with repeats"
+)

@@ -1,12 +1,13 @@
 """What a log of another program is read as, and what several programs' readers need."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from calibeval.ask.task_files import Normaliser
+from calibeval.ask.written import agreement
 from calibeval.records import RawRecord
 from calibeval.validation import is_unicode
 
@@ -106,6 +107,32 @@ def choice_fields(
         "bytes": [len(text.encode()) for text in texts],
         "characters": [len(text) for text in texts],
     }
+
+
+def written_fields(
+    answer: str, is_right: bool, token_logprobs: Sequence[float], others: Sequence[str]
+) -> RawRecord:
+    """Return what a record holds of an answer that the model wrote.
+
+    Args:
+        answer: The answer as it was scored.
+        is_right: Whether it is right by the log.
+        token_logprobs: The log-probability of each of its tokens; none where the log has none.
+        others: What the model answered when it was asked again.
+    """
+    fields: RawRecord = {
+        "label": 0 if is_right else 1,
+        "scoring": "generate",
+        "normalise": "tokens" if token_logprobs else "agreement",
+        "logprobs": [math.fsum(token_logprobs)] if token_logprobs else [],
+        "answer": answer,
+    }
+    if token_logprobs:
+        fields["tokens"] = [len(token_logprobs)]
+    if others:
+        fields["agreement"] = agreement(answer, others)
+        fields["samples"] = list(others)
+    return fields
 
 
 def possible(logprobs: list[float]) -> list[float]:

@@ -72,7 +72,9 @@ class Record(BaseModel, strict=True):
     id: Unicode
     subject: Unicode
     label: NonNegativeInt  # index of the right choice
-    logprobs: list[LogProbability] = Field(min_length=1)  # natural; sums over tokens
+    # Natural; sums over tokens. None of a written answer of which another program knows no more
+    # than the agreement.
+    logprobs: list[LogProbability]
     # Of the letters among all tokens; null where nobody knows, as after a temperature.
     letter_mass: float | None = Field(None, ge=0, allow_inf_nan=False)
     model: Unicode = "?"
@@ -82,7 +84,7 @@ class Record(BaseModel, strict=True):
     chat_template: str | None = None
     scoring: Literal["letters", "continuation", "generate"] = "letters"
     # By what the task's users divide texts' log-probabilities, and metrics do unless told.
-    normalise: Literal["sum", "bytes", "characters", "tokens"] = "sum"
+    normalise: Literal["sum", "bytes", "characters", "tokens", "agreement"] = "sum"
     bytes: list[Length] | None = None  # lengths of the choices' texts
     characters: list[Length] | None = None
     tokens: list[Length] | None = None  # of a written answer
@@ -95,7 +97,9 @@ class Record(BaseModel, strict=True):
     def _is_whole(self) -> "Record":
         choices = len(self.logprobs)
         is_written = self.scoring == "generate"
-        if (choices == 1) != is_written:
+        if is_written and not choices and self.agreement is not None:
+            choices = 1
+        if choices == 0 or (choices == 1) != is_written:
             expected = "1, of the written answer" if is_written else "2 or more"
             raise ValueError(f"logprobs is {self.logprobs}: expected {expected}, found {choices}")
         last_label = 1 if is_written else choices - 1
@@ -124,13 +128,17 @@ class Record(BaseModel, strict=True):
         `by` is sum, bytes, characters or tokens. Of a written answer it may also be p_true or
         agreement, whose logarithm is returned. `ValueError` where the record lacks what it takes.
         """
-        if by == "sum":
+        if by == "sum" and self.logprobs:
             return self.logprobs
         lengths = getattr(self, by, None)
         if by in WRITTEN_CONFIDENCES and lengths is not None:
             return [math.log(lengths) if lengths else -math.inf]
         if self.scoring == "letters" or lengths is None:
-            remedy = "; score with --samples 10" if by == "agreement" else ""
+            remedy = ""
+            if by == "agreement":
+                remedy = "; score with --samples 10"
+            elif not self.logprobs:
+                remedy = "; this answer has its agreement alone: --normalise agreement"
             raise ValueError(
                 f"no {by!r} by which to normalise; scoring is {self.scoring!r}{remedy}"
             )
@@ -332,10 +340,11 @@ def joined(
         if alike_values(row) != alike_values(first):
             raise InputError(f"{where}: {_difference(row, first, alike)}; expected the same")
         try:
-            logprobs.extend(row.normalised(normalise or row.normalise))
+            values = row.normalised(normalise or row.normalise)
         except ValueError as error:
             raise InputError(f"{where}: {error}") from error
-        choices.append(len(row.logprobs))
+        logprobs.extend(values)
+        choices.append(len(values))
         labels.append(row.label)
         letter_mass.append(_letter_mass(row))
         prompts.append(row.prompt_sha256)

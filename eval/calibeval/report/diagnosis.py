@@ -306,6 +306,10 @@ def sentences(result: Check, base: Evaluation, tuned: Evaluation, on_temperature
     lines.append(on_temperature)
     lines.append(CAVEAT)
     lines.append(advice(result))
+    if tuned.scoring == "generate":  # there are no choices that a written answer is among
+        for of_choices, of_written in (("among", "of the written"), ("Among", "The written")):
+            choices = f"{of_choices} the choices"
+            lines = [line.replace(choices, f"{of_written} answers") for line in lines]
     return lines
 
 

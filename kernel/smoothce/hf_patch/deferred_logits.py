@@ -327,14 +327,22 @@ OPERATIONS = {
 }
 
 
-@dataclass(eq=False)
 class LossRequest:
-    """What a head is called with for the loss, beside its hidden states (N, D)."""
+    """What a head is called with for the loss, beside its hidden states (N, D).
 
-    logits: DeferredLogits
-    labels: Tensor  # (N,)
-    ignore_index: int
-    reduction: str
+    No dataclass: FSDP2 would hand a copy to the head, with a deferral of its own."""
+
+    def __init__(
+        self,
+        logits: DeferredLogits,
+        labels: Tensor,  # (N,)
+        ignore_index: int,
+        reduction: str,
+    ) -> None:
+        self.logits = logits
+        self.labels = labels
+        self.ignore_index = ignore_index
+        self.reduction = reduction
 
     @property
     def softcap(self) -> float | None:
