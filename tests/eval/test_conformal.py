@@ -87,3 +87,9 @@ def test_what_has_no_prediction_sets_is_refused(tmp_path, count, options, key):
     made = records.read(write_records(tmp_path / "a.jsonl", count))
     with pytest.raises(InputError, match=key):
         conformal.evaluate(made, **options)
+
+
+def test_lac_scores_are_their_definition():
+    probs = np.exp(draw(200, 1.0, 0)[0])
+    scores = conformal.nonconformity(probs, "lac", np.zeros(200))
+    assert scores == pytest.approx(1 - probs, abs=1e-12)

@@ -375,3 +375,8 @@ def test_a_record_that_scoring_did_not_write_is_refused(store, tmp_path, key):
     write_lines(tmp_path / "r.jsonl.part", rows)
     with pytest.raises(InputError, match=f"question a/0: no '{key}'"):
         store.finished()
+
+
+def test_another_engine_is_refused(store):
+    with pytest.raises(InputError, match=r"engine 'transformers' \(now 'vllm'\)"):
+        store.keep_engine_settings({**BFLOAT16, "engine": "vllm"})

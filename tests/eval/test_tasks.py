@@ -498,3 +498,10 @@ def test_what_a_task_cannot_be_asked_is_refused(tmp_path, task, options, key):
     data = tmp_path / options.pop("data", "")
     with pytest.raises(InputError, match=key):
         load(task, data, **options)
+
+
+def test_hellaswags_markers_are_taken_out():
+    assert (
+        task_files.clean_markers("Ski: [header] How [title] Go  on. [step] Now")
+        == "Ski: How. Go on. Now"
+    )
