@@ -227,3 +227,9 @@ def test_recurrent_layers_do_not_see_all():
     hybrid = transformers.LlamaConfig(**SMALL)
     hybrid.layer_types = ["full_attention", "linear_attention"]
     assert not allows_trees(hybrid, 100)
+
+
+def test_windows_see_all_of_shorter_prompts():
+    windows = transformers.Gemma2Config(**SMALL, sliding_window=4096)
+    assert allows_trees(windows, 4096)
+    assert not allows_trees(windows, 4097)
