@@ -644,3 +644,21 @@ def test_a_run_whose_model_was_deleted_cannot_be_scored(asked_once):
     (run.path / "DONE").touch()
     printed = launch(path, "--executor", "local", code=2)
     assert f"{run.path}: its model is gone: to score it, delete the folder" in printed
+
+
+def test_runs_are_queued_though_sbatch_does_not_take_their_collect_job(toy_file, profile, programs):
+    programs(
+        sbatch=(
+            "grep -q job-name=toy.collect || { echo 71; exit; }\n"
+            "echo 'sbatch: error: (job submit limit, user)' >&2; exit 1"
+        ),
+        squeue="",
+        sacctmgr="case $* in *assoc*) echo 'mine|2'; echo 'other|';; *) echo 'normal|'; esac",
+        scancel="exit 1",
+    )
+    path = toy_file(cluster=profile())
+    printed = launch(path, "--executor", "slurm", code=1)
+    assert "submitted job 71: trains 2 runs" in printed
+    assert "the tables will not be made by themselves: sbatch refuses" in printed
+    assert "MaxSubmitJobs is 2 for mine, 1 are asked for: launch fewer" in printed
+    assert f"Once the runs are done: python -m sweeps collect {path.parent}/out/toy" in printed
