@@ -90,6 +90,13 @@ def test_what_is_queued_is_not_submitted_again(three_seeds):
     assert slurm.design(plan, busy) == []
 
 
+def test_a_run_that_is_done_and_still_there_is_counted_once(three_seeds):
+    plan = plan_sweep(three_seeds, ["score=null"])  # whose first run is done
+    elements = [LiveElement(f"9_{n}", "RUNNING", "", run.name) for n, run in enumerate(plan.runs)]
+    present = slurm.Submission({}, "", elements[:2], [], [], [])
+    assert present.describe_present(plan) == "1 done, 1 queued or running"
+
+
 def script_with(three_seeds: Path, *extra: str, **keys) -> str:
     """The script of the first job of a sweep under a profile with these extra options."""
     plan = plan_sweep(three_seeds, [])
