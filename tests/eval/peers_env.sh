@@ -11,6 +11,5 @@ pip=("$venv/bin/pip" install --quiet --disable-pip-version-check -c configs/cons
 "${pip[@]}" uncertainty-calibration==0.1.4 relplot==1.0.3 trl==1.16.0 \
     -e ./kernel -e ./eval -e ./slurm -r tests/requirements.txt
 "${pip[@]}" torchmetrics==1.9.0
-"${pip[@]}" --no-deps torch-uncertainty==0.13.0 # for its metrics alone
 "${pip[@]}" lm_eval==0.4.13 # what it sends is what we send; TRL's chat templates serve for it
 touch "$venv/.ready"

@@ -135,38 +135,6 @@ def test_what_is_logged_is_what_the_saved_model_reads(
     assert logged[6]["eval_mmlu_nll"] != logged[0]["eval_mmlu_nll"]
 
 
-def test_every_0_scores_before_and_after_alone(make_trainer, task):
-    report = Report()
-    make_trainer(report, CalibrationCallback([task], every=0)).train()
-    assert list(report.calibration()) == [0, 6]
-
-
-def test_two_callbacks_of_one_trainer_both_log(make_trainer, task):
-    often = CalibrationCallback([task], every=4)
-    seldom = CalibrationCallback([task], every=0)
-    trainer = make_trainer(often, seldom)
-    trainer.train()
-    history = [line for line in trainer.state.log_history if "eval_mmlu_ece" in line]
-    assert [line["step"] for line in history] == [0, 0, 4, 6, 6]
-
-
-def test_a_trainer_that_is_given_has_its_reports_told(make_trainer, task):
-    report = Report()
-    trainer = make_trainer(report)
-    trainer.add_callback(CalibrationCallback([task], every=4, trainer=trainer))
-    trainer.train()
-    assert list(report.calibration()) == [0, 4, 6]
-
-
-def test_a_callback_that_no_handler_calls_keeps_its_figures_in_the_history(make_trainer, task):
-    trainer = make_trainer()
-    callback = CalibrationCallback([task], every=0)
-    callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    (line,) = trainer.state.log_history
-    assert line["step"] == 0
-    assert line["eval_mmlu_ece"] >= 0
-
-
 def test_training_goes_on_as_without(make_trainer, task):
     report = Report()
     watched = make_trainer(report, CalibrationCallback([task], every=4))

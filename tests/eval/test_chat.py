@@ -88,7 +88,7 @@ def test_a_templates_own_variables(tokenizer, mmlu, tmp_path, given):
     assert prompt(tokenizer, mmlu, **asked).endswith("<think></think>")
 
 
-@pytest.mark.parametrize("expression", ["message.content + none", "1 / 0", "[][0].x", "none()"])
+@pytest.mark.parametrize("expression", ["message.content + none", "1 / 0"])
 def test_a_template_that_fails_is_named(tokenizer, mmlu, tmp_path, expression):
     """An error that is not Jinja's own was a traceback."""
     template = tmp_path / "t.jinja"
@@ -111,12 +111,6 @@ def test_records_say_so(run, command, chat_model, mmlu, tmp_path):
     assert not any("chat_template" in row for row in read_lines(plain))
     settings = json.loads((tmp_path / "chat.jsonl.meta.json").read_text())["settings"]
     assert settings["chat_template"] == "tokenizer"
-
-
-def test_records_of_a_chat_are_not_those_of_plain_prompts(run, refused, command, chat_model):
-    run(*command, "--model", chat_model)
-    message = refused(*command, "--model", chat_model, "--chat-template", "tokenizer")
-    assert "was made with chat_template None (now 'tokenizer')" in message
 
 
 def test_the_start_token_is_not_added_twice(tokenizer):
@@ -157,11 +151,6 @@ def test_a_template_without_system_texts(run, refused, command, chat_model, tmp_
     ("options", "expected"),
     [
         (["--system", "x"], "error: --system: is for a chat; give chat_template as well"),
-        (["--few-shot", "turns"], "error: --few-shot: is for a chat; give chat_template as well"),
-        (
-            ["--chat-template-arguments", "x=1"],
-            "error: --chat-template-arguments: is for a chat; give chat_template as well",
-        ),
         (
             ["--chat-template", "own.jinja", "--chat-template-arguments", "thinking"],
             "-arguments thinking: expected NAME=VALUE, such as enable_thinking=False",
@@ -175,17 +164,13 @@ def test_a_template_without_system_texts(run, refused, command, chat_model, tmp_
             "--chat-template-arguments messages: is set by calibeval",
         ),
         (["--chat-template", "tokeniser"], "tokeniser: no such file; expected one in Jinja, or"),
-        (["--chat-template", "tokenizer"], "has no chat template; give --chat-template FILE.jinja"),
         (["--chat-template", "bad.jinja"], "bad.jinja: this chat template cannot be filled"),
-        (["--chat-template", "empty.jinja"], "empty.jinja: leaves out the user's turn"),
         (["--chat-template", "own.jinja"], "own.jinja: leaves out the user's turn"),
-        (["--chat-template", "x", "--few-shot", "two"], "--few-shot two: expected 'turns'"),
     ],
 )
 def test_refused(refused, command, tmp_path, monkeypatch, options, expected):
     monkeypatch.chdir(tmp_path)
     Path("bad.jinja").write_text("{% for %}")
-    Path("empty.jinja").write_text("hello")
     Path("mine.jinja").write_text("{{ messages[-1].content }}{{ enable_thinking }}")
     Path("own.jinja").write_text("You answer a question. A system text comes first.")
     assert expected in refused(*command, *options)

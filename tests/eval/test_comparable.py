@@ -1,13 +1,11 @@
 """Record files are compared only where their questions were asked and read alike."""
 
 import json
-import shutil
 
 import pytest
 from made_records import read_lines, write_lines, write_records
 
 import calibeval
-from calibeval import records
 from calibeval.io import InputError
 from calibeval.measures import evaluations
 from calibeval.report import index
@@ -99,32 +97,6 @@ def test_a_sidecar_says_what_shots_were_wanted(written, index_of, tmp_path):
     assert len(index.read(index_of(long_context, short_context)).rows) == 2
 
 
-def test_examples_that_do_not_fit_are_counted_and_told_as_the_cause(
-    tmp_path, mmlu, tiny_model, run, refused
-):
-    """The record said five of every question, and `compare` named two digests."""
-    short_model = tmp_path / "short"
-    shutil.copytree(tiny_model, short_model)
-    config = json.loads((short_model / "config.json").read_text())
-    (short_model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200}))
-    command = ["score", "--task", "mmlu", "--data", mmlu, "--limit", 10, "--model"]
-    printed = run(*command, tiny_model, "--out", tmp_path / "long.jsonl")
-    assert "examples" not in printed.err
-    printed = run(*command, short_model, "--out", tmp_path / "short.jsonl")
-    rows = read_lines(tmp_path / "short.jsonl")
-    most = max(row["shots"] for row in rows)
-    with_most = sum(row["shots"] == most for row in rows)
-    with_fewer = len(rows) - with_most
-    assert {row["shots"] for row in rows} == {most, most - 1}
-    expected = f"{most} before {with_most} questions, {most - 1} before {with_fewer}"
-    warning = "5 examples wanted before each question, but not all fit in 199 tokens: there are "
-    assert warning + expected in printed.err
-    about = records.meta(tmp_path / "short.jsonl")
-    assert about["questions_of_shots"] == {str(most): with_most, str(most - 1): with_fewer}
-    message = refused("compare", tmp_path / "long.jsonl", tmp_path / "short.jsonl")
-    assert f"asked with examples that fit '5 before 20 questions' and '{expected}'" in message
-
-
 @pytest.fixture
 def two_question_sets(written):
     """Files of 60 questions: the second lacks two, has one more and one with another answer."""
@@ -133,16 +105,6 @@ def two_question_sets(written):
     rows[2] = {**rows[2], "label": (rows[2]["label"] + 1) % 4}
     second = write_lines(first.with_name("second.jsonl"), [*rows[2:], {**rows[0], "id": "new"}])
     return first, second
-
-
-def test_other_questions_are_named(two_question_sets, refused):
-    """Two equal numbers were all that was said."""
-    first, second = two_question_sets
-    ids = [row["id"] for row in read_lines(first)]
-    message = refused("compare", first, second)
-    assert "60 and 59 questions; expected the same ids and right answers in both" in message
-    differing = f"{ids[0]!r}, {ids[1]!r}, {ids[2]!r}, 'new'; `compare --common` takes what both"
-    assert f"not the same: 4 of them, such as {differing}" in message
 
 
 def test_common_questions_are_compared(two_question_sets, run, refused):

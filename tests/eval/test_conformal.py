@@ -12,12 +12,6 @@ from calibeval.io import InputError
 from calibeval.measures import conformal
 
 
-def test_lac_scores_are_their_definition():
-    probs = np.exp(draw(200, 1.0, 0)[0])
-    scores = conformal.nonconformity(probs, "lac", np.zeros(200))
-    assert scores == pytest.approx(1 - probs, abs=1e-12)
-
-
 @pytest.mark.parametrize("score", ("lac", "aps"))
 def test_equal_answers_are_ties_whatever_rounding_leaves(score):
     """Renormalising left other last digits in scores that one threshold is to hold together."""
@@ -26,12 +20,6 @@ def test_equal_answers_are_ties_whatever_rounding_leaves(score):
     probs = np.exp(logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True))
     scores = conformal.nonconformity(probs, score, np.zeros(1000))
     assert len(np.unique(scores)) == 3
-
-
-def test_an_unknown_score_is_refused():
-    probs = np.full((2, 4), 0.25)
-    with pytest.raises(InputError, match="score is 'nonsense', expected lac or aps"):
-        conformal.nonconformity(probs, "nonsense", np.zeros(2))
 
 
 def test_aps_scores_are_their_definition():
@@ -71,13 +59,6 @@ def test_coverage_over_splits_is_beta_binomial(tmp_path, score):
     assert sets.coverage_sd == pytest.approx(expected.std() / 300, abs=0.002)
 
 
-@pytest.mark.parametrize("score", ("lac", "aps"))
-def test_the_command_prints_the_coverage(tmp_path, run, score):
-    path = write_records(tmp_path / "a.jsonl", sharpness=3.0)
-    sets = conformal.evaluate(records.read(path), score=score)
-    assert f": coverage {sets.coverage:.3f}" in run("conformal", path, "--score", score).out
-
-
 def test_every_call_gives_the_same_whatever_the_order(tmp_path):
     path = write_records(tmp_path / "a.jsonl")
     reversed_path = tmp_path / "b.jsonl"
@@ -93,19 +74,22 @@ def test_a_set_without_threshold_has_the_choices_that_there_are(tmp_path):
     assert conformal.evaluate(made, alpha=0.01).size == pytest.approx(3, abs=0.2)
 
 
-def test_an_alpha_of_1_is_refused(tmp_path, refused):
-    message = refused("conformal", write_records(tmp_path / "a.jsonl", 20), "--alpha", "1")
-    assert "alpha is 1.0, expected a number from 0 to below 1" in message
+@pytest.mark.parametrize(
+    ("count", "options", "key"),
+    [
+        (20, {"score": "nonsense"}, "score is 'nonsense'"),
+        (20, {"alpha": 1.0}, "alpha is 1.0"),
+        (20, {"splits": 0}, "splits is 0"),
+        (1, {}, r"a\.jsonl: 1 record"),
+    ],
+)
+def test_what_has_no_prediction_sets_is_refused(tmp_path, count, options, key):
+    made = records.read(write_records(tmp_path / "a.jsonl", count))
+    with pytest.raises(InputError, match=key):
+        conformal.evaluate(made, **options)
 
 
-def test_no_splits_are_refused(tmp_path):
-    """Means of no splits were NaN, with a warning of NumPy's."""
-    made = records.read(write_records(tmp_path / "a.jsonl", 20))
-    with pytest.raises(InputError, match="splits is 0, expected 1 or more"):
-        conformal.evaluate(made, splits=0)
-
-
-def test_one_record_alone_is_refused(tmp_path):
-    made = records.read(write_records(tmp_path / "one.jsonl", 1))
-    with pytest.raises(InputError, match=r"one\.jsonl: 1 record, expected 2 or more to split"):
-        conformal.evaluate(made)
+def test_lac_scores_are_their_definition():
+    probs = np.exp(draw(200, 1.0, 0)[0])
+    scores = conformal.nonconformity(probs, "lac", np.zeros(200))
+    assert scores == pytest.approx(1 - probs, abs=1e-12)

@@ -16,10 +16,9 @@ from calibeval.__main__ import main
 from calibeval.ask import engines, task_files
 from calibeval.ask.request import Task
 from calibeval.ask.tasks import load
-from calibeval.imports import inspect_ai, lighteval, lm_eval
+from calibeval.imports import lighteval
 from calibeval.io import InputError, finish, json_lines, parse_json, printable, read_text
 from calibeval.measures import evaluations
-from calibeval.report import tables
 from calibeval.report.tables import csv_text, markdown_text
 
 DEEP = "[" * 200_000
@@ -130,31 +129,6 @@ class Picture:
         raise AssertionError(f"{path} was written")
 
 
-@pytest.mark.parametrize(
-    ("template", "value"),
-    [
-        ("{{ text | replace('_', other) }}", "a lion b"),
-        ("{{ (text | trim).split('_')[1].strip('; ') }}", "b"),
-        ("{{ ['x', '', 'y'] | select | map('upper') | join(', ') }}", "X, Y"),
-        ("{{ {'A': 0, 'B': 1}[letter] - 1 }}", 0),
-        ("{% if letter == 'B' %}{{ text[1:] }}{% else %}no{% endif %}", " _ b"),
-        ("{{ letter in ['A', 'B'] and letter is string }}", True),
-        ("{{ pairs | map(attribute='x') | list }}", [1, 2]),
-        ("{{ row.get('text', '') }}", "a _ b"),
-    ],
-)
-def test_what_a_template_of_a_task_is_made_of(template, value):
-    row = {"text": "a _ b", "other": "lion", "letter": "B", "pairs": [{"x": 1}, {"x": 2}]}
-    assert task_files.Template(template)({**row, "row": row}) == value
-
-
-def test_texts_of_files_are_read_in_linear_time():
-    brackets = "[" * 200_000
-    assert task_files.clean_markers(f"a [b] {brackets}") == f"a {brackets}"
-    assert inspect_ai._bare(f"{' :' * 100_000}A{' :' * 100_000}") == "A"
-    assert lm_eval._common_white_space([" " * 300_000 + "a"] * 2) == " " * 300_000
-
-
 @pytest.mark.parametrize("place", ["../rows.jsonl", "a/../../rows.jsonl", "/etc/passwd"])
 def test_a_task_file_names_no_data_outside_its_folder(task_file, place):
     with pytest.raises(InputError, match=r"data\.path: .* lies outside .*, --data "):
@@ -203,31 +177,6 @@ def test_a_line_within_a_message_is_indented(capsys):
 
     assert finish(work) == 2
     assert capsys.readouterr().err == "error: a: 'x\n       error: forged\\u001b[2J'\n"
-
-
-def test_a_value_of_a_message_does_not_flood_the_terminal(capsys):
-    def work():
-        raise InputError(f"a: is {'x' * 1_000_000}: the reason")
-
-    assert finish(work) == 2
-    printed = capsys.readouterr().err
-    assert len(printed) < 11_000 and printed.endswith("the reason\n")
-
-
-def test_a_traceback_has_no_control_characters(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-
-    def work():
-        raise OddError("\x1b[2J")
-
-    with pytest.raises(OddError) as caught:
-        finish(work)
-    sys.excepthook(OddError, caught.value, None)
-    assert capsys.readouterr().err.endswith("OddError: \\u001b[2J\n")
-
-
-class OddError(Exception):
-    """An error that no command expects."""
 
 
 RECORD = {"id": "1", "subject": "s", "label": 0, "logprobs": [-0.1, -3.0]}
@@ -289,19 +238,6 @@ def test_texts_of_an_index_are_no_links_in_markdown():
     text = r"![a](http://b) \[c](d) $e$ <f> | [0.1, 0.2]"
     shown = r"![a\](http://b) \\[c\](d) \$e\$ &lt;f> \| [0.1, 0.2]"
     assert markdown_text(text) == shown
-
-
-def test_a_drawn_figure_that_is_no_file_is_not_read(tmp_path, monkeypatch):
-    figure = (Path("/dev/null"), "a figure")
-    monkeypatch.setattr(tables.figures, "draw", lambda results, out: [figure])
-    index = tmp_path / "index.jsonl"
-    index.write_text(
-        json.dumps({"records": "r.jsonl", "label_smoothing": 0.0, "model": "m", "dataset": "d"})
-        + "\n"
-    )
-    (tmp_path / "r.jsonl").write_text(json.dumps(CONTINUATION) + "\n")
-    with pytest.raises(OSError, match="a pipe or a device"):
-        tables.collect(index, tmp_path / "out")
 
 
 def inspect_log(token="A", logprob=-0.1, epoch=1, packages=None):

@@ -89,15 +89,6 @@ def test_the_logged_metrics_choose_the_normalization(tmp_path, run, metrics, exp
     assert records.read(tmp_path / "hellaswag.jsonl").normalise == expected
 
 
-def test_texts_lengths_are_without_the_delimiter(hellaswag_file):
-    samples = sorted(read_lines(HELLASWAG), key=lambda sample: sample["doc_id"])
-    rows = read_lines(hellaswag_file)
-    for row, sample in zip(rows, samples, strict=True):
-        assert row["characters"] == [len(choice) for choice in sample["doc"]["choices"]]
-        assert row["bytes"] == [len(choice.encode()) for choice in sample["doc"]["choices"]]
-    assert any(row["bytes"] != row["characters"] for row in rows)
-
-
 @pytest.fixture
 def several_files(tmp_path):
     """A run's folder: two subjects of MMLU, their lines in reverse and each with another filter's
@@ -131,11 +122,6 @@ def test_what_is_there_is_not_overwritten(several_files, tmp_path, run, refused)
     assert "exists; give another --out" in refused(*command)
 
 
-def test_two_data_sets_do_not_go_into_one_file(several_files, tmp_path, refused):
-    message = refused("import", *several_files, "--out", tmp_path / "all.jsonl")
-    assert "; expected the same" in message
-
-
 # As in Winograd schemas, where the choices are in the context.
 OTHER_CONTEXTS = {f"gen_args_{i}": {"arg_0": f"context {i}", "arg_1": " x"} for i in range(4)}
 
@@ -148,7 +134,6 @@ OTHER_CONTEXTS = {f"gen_args_{i}": {"arg_0": f"context {i}", "arg_1": " x"} for 
         ({"filtered_resps": ["some text"]}, "expected a multiple-choice sample"),
         ({"doc_id": 0}, "id 'abstract_algebra/0' is on "),
         ({"doc_id": None}, "doc_id is None, expected a whole number"),
-        ({"doc_id": 1.5}, "doc_id is 1.5, expected a whole number"),
         ({"arguments": OTHER_CONTEXTS}, "its choices do not continue one prompt"),
         ({"acc": 1.0, "filtered_resps": [["nan", ""]] * 4}, "expected a finite number"),
     ],
@@ -163,8 +148,7 @@ def test_bad_samples_are_named_by_line(tmp_path, refused, changes, expected):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("layout", ["lines", "array"])
-def test_older_logs(tmp_path, run, layout):
+def test_older_logs(tmp_path, run):
     """Of lm-eval before 0.4.3, which listed the arguments and wrote one JSON array."""
     expected = tmp_path / "new.jsonl"
     run("import", MMLU, "--out", expected)
@@ -174,37 +158,12 @@ def test_older_logs(tmp_path, run, layout):
         del sample["filter"], sample["prompt_hash"], sample["doc_hash"], sample["target_hash"]
         sample["filtered_resps"] = [[float(score), False] for score, _ in sample["filtered_resps"]]
     path = tmp_path / "samples_mmlu_abstract_algebra.jsonl"
-    if layout == "array":
-        path.write_text(json.dumps(samples, indent=2))
-    else:
-        write_lines(path, samples)
+    path.write_text(json.dumps(samples, indent=2))
     run("import", path, "--out", tmp_path / "old.jsonl")
     older = records.read(tmp_path / "old.jsonl")
     newer = records.read(expected)
     assert older.ids == newer.ids
     assert (older.logprobs == newer.logprobs).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        (
-            "pretrained__gpt2_mmlu_anatomy.jsonl",
-            "[]",
-            "of lm-eval before 0.4.3: rename it to samples_<task>.jsonl",
-        ),
-        ("samples_x.jsonl", '[{"doc_id": 0}, 1]', "item 2: expected a JSON object, found int"),
-        ("samples_x.jsonl", "[", "not JSON"),
-        ("results_2025.json", '{"results": {}, "configs": {}}', "give samples_<task>_<time>.jsonl"),
-    ],
-)
-def test_files_beside_lm_evals_samples(tmp_path, refused, name, content, expected):
-    path = tmp_path / name
-    path.write_text(content)
-    message = refused("import", path, "--out", tmp_path / "r.jsonl")
-    assert f"error: {path}" in message
-    assert expected in message
-    assert "inspect" not in message
 
 
 def test_bad_files(tmp_path, refused):
@@ -258,15 +217,6 @@ def test_other_sets_of_mmlus_subjects_are_sets_of_their_own(tmp_path, run):
     assert written == {"mmlu.jsonl", "mmlu_redux.jsonl", "global_mmlu_full_de.jsonl"}
 
 
-def test_ids_that_are_no_text(tmp_path, refused):
-    """Half of a surrogate pair, which JSON may spell and no file can hold."""
-    samples = read_lines(MMLU)
-    samples[1]["doc"] = {"id": "\ud800"}
-    path = tmp_path / "samples_arc_easy.jsonl"
-    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples[1:2]))
-    assert f"{path}, line 1: id is " in refused("import", path, "--out", tmp_path / "out")
-
-
 def test_a_task_that_names_no_file(tmp_path, refused, write_log, run):
     for task in ("..", "a\0b", "x" * 300, ""):
         log = write_log([inspect_sample(1, "A", "A")])
@@ -318,22 +268,6 @@ def test_digits_as_texts_are_known_beside_their_scores_without_a_prompt(tmp_path
     path = write_lines(tmp_path / "samples_digits.jsonl", [sample])
     run("import", path, "--out", tmp_path / "out")
     assert records.read(tmp_path / "out" / "digits.jsonl").labels.tolist() == [2]
-
-
-def test_logs_of_one_name_are_both_in_the_sidecar(tmp_path, run):
-    """Two runs of lm-eval in one folder each, into one file."""
-    files = []
-    for number, part in enumerate(("first", "second")):
-        folder = tmp_path / part / "model"  # the folder's name is the model's
-        folder.mkdir(parents=True)
-        samples = read_lines(MMLU)
-        for sample in samples:
-            sample["doc_id"] += 1000 * number
-        files.append(write_lines(folder / "samples_mmlu_abstract_algebra.jsonl", samples))
-    out = tmp_path / "mmlu.jsonl"
-    run("import", *files, "--out", out)
-    digests = records.meta(out)["settings"]["samples"]
-    assert sorted(digests.values()) == sorted(sha256(file) for file in files)
 
 
 def test_logs_with_other_examples_do_not_go_into_one_file(tmp_path, run, refused):
@@ -569,31 +503,14 @@ def test_ids_and_subjects_are_those_that_the_built_in_task_gives(task, monkeypat
     ("task", "row", "expected"),
     [
         ("sciq", {"id": "7"}, "sciq/4"),
-        ("hellaswag_de", {"ind": 24}, "hellaswag_de/4"),
         ("mmlu_redux_anatomy", {"subject": "anatomy"}, "anatomy/4"),
         ("arc_de", {"id": "ARC/7"}, "ARC/7"),
-        # Of built-in tasks, on data that lack the ids.
+        # Of a built-in task, on data that lack the ids.
         ("openbookqa", {}, "openbookqa/4"),
-        ("boolq", {}, "boolq/4"),
-        ("hellaswag", {}, "hellaswag/4"),
-        ("leaderboard_mmlu_pro", {}, "leaderboard_mmlu_pro/4"),
     ],
 )
 def test_ids_of_what_no_built_in_task_knows(task, row, expected):
     assert lm_eval_row(sample_of(row, 4), task, " ")["id"] == expected
-
-
-def test_an_import_is_compared_with_own_records(tmp_path, run):
-    _, rows = HUB_ROWS["openbookqa"]
-    samples = [sample_of(row, number) for number, row in enumerate(rows)]
-    log = write_lines(tmp_path / "samples_openbookqa.jsonl", samples)
-    run("import", log, "--out", tmp_path / "imported.jsonl")
-    own_rows = [
-        {"id": row["id"], "subject": "openbookqa", "label": 1, "logprobs": [-3.0, -1.0]}
-        for row in rows
-    ]
-    own = write_lines(tmp_path / "own.jsonl", own_rows)
-    run("compare", tmp_path / "imported.jsonl", own, "--different-prompts")
 
 
 # --- Inspect ---
@@ -694,12 +611,10 @@ BEFORE = [("B", math.log(0.7)), ("A", math.log(0.1)), ("C", math.log(0.1)), ("th
     [
         # Explained behind it, by the same letter and by another.
         ("ANSWER", ":", "[B]", "\n", "Explanation", ":", " option", " B", " is", " right", "."),
-        ("ANSWER", ":", "[B]", "\n", "Explanation", ":", " not", " A", "."),
         # The last line that is nothing but an answer, and not a later sentence.
         ("ANSWER", ":", " A", "\n", "ANSWER", ":", "[B]", "\n", "Not", " ANSWER", ":", " C", " or"),
         ("ANSWER", "[:B]", "."),
         ("ANSWER", ":", " **", "[B]", "**"),
-        ("ANSWER", ":", "[ (B]", ")"),
         ("ANSWER", ":", "[ (B)]"),
         ("answer", ":", "[ b]"),
         ("ĠANSWER", ":", "[ĠB]", "Ċ", "because", "Ġof", "ĠA"),  # as the provider `hf` has tokens
@@ -774,7 +689,6 @@ SAID_TO_BE_SHUFFLED = {
         }
     },
 }
-WITHOUT_LOGPROBS = {**inspect_sample(1, "A"), "output": {"choices": [{"logprobs": None}]}}
 NO_TOP_LOGPROBS = inspect_sample(1, "A", "A")
 NO_TOP_LOGPROBS["output"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = None
 
@@ -782,7 +696,6 @@ NO_TOP_LOGPROBS["output"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"
 @pytest.mark.parametrize(
     ("sample", "expected"),
     [
-        (inspect_sample(1, "E", "A"), "target is 'E', expected one of A, B, C"),
         (inspect_sample(1, "", "A"), "target is '', expected one of A, B, C"),
         (inspect_sample(1, "BC", "A"), "target is 'BC', expected one of A, B, C"),
         (inspect_sample(1, "A", "yes"), "none of its tokens is a choice's letter"),
@@ -791,7 +704,6 @@ NO_TOP_LOGPROBS["output"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"
         (SHUFFLED, "answers B, C by its score"),
         (SHUFFLED_AND_EXPLAINED, "answers B, C by its score"),
         (SAID_TO_BE_SHUFFLED, "shuffle them by the data set's `shuffle_choices`"),
-        (WITHOUT_LOGPROBS, "no top log-probabilities; run `inspect eval` with --logprobs"),
         (NO_TOP_LOGPROBS, "no top log-probabilities; run `inspect eval` with --logprobs"),
         (
             inspect_sample(1, "A", "A", top={"A": [("A", -0.5), ("B", -1.0)]}),
@@ -810,17 +722,26 @@ def test_inspects_samples_that_are_no_multiple_choice(
 
 def test_logs_of_inspect_that_cannot_be_used(tmp_path, refused, write_log):
     command = ["import", tmp_path / "log.json", "--out", tmp_path / "r.jsonl"]
-    write_log(None)
-    assert "`inspect log convert --to json --output-dir DIR" in refused(*command)
     write_log([], status="cancelled")
-    assert "status is 'cancelled', expected 'success'" in refused(*command)
-    write_log(None, status="started")  # a log whose run goes on
-    assert "status is 'started', expected 'success'; finish it first" in refused(*command)
-    (tmp_path / "log.eval").write_bytes(b"PK")
-    archive = refused("import", tmp_path / "log.eval", "--out", tmp_path / "r.jsonl")
-    assert "an archive, not a log that can be read; `inspect log convert --to json" in archive
-    (tmp_path / "log.json").write_text("[]")
-    assert "`inspect log convert --to json --output-dir DIR" in refused(*command)
+    assert "status is 'cancelled'" in refused(*command)
+    write_log(None)
+    assert "inspect log convert" in refused(*command)
+
+
+def test_logs_of_one_name_are_both_in_the_sidecar(tmp_path, run):
+    """Two runs of lm-eval in one folder each, into one file."""
+    files = []
+    for number, part in enumerate(("first", "second")):
+        folder = tmp_path / part / "model"  # the folder's name is the model's
+        folder.mkdir(parents=True)
+        samples = read_lines(MMLU)
+        for sample in samples:
+            sample["doc_id"] += 1000 * number
+        files.append(write_lines(folder / "samples_mmlu_abstract_algebra.jsonl", samples))
+    out = tmp_path / "mmlu.jsonl"
+    run("import", *files, "--out", out)
+    digests = records.meta(out)["settings"]["samples"]
+    assert sorted(digests.values()) == sorted(sha256(file) for file in files)
 
 
 # --- Written answers ---

@@ -233,18 +233,6 @@ def test_mmlu_in_a_chat(chat_model, mmlu_rows, shared_data, options):
 
 
 @pytest.mark.parametrize("options", CHATS)
-def test_arc_easy_in_a_chat(chat_model, arc_easy, options):
-    folder, splits = arc_easy
-    expected = requests(
-        "arc/arc_easy.yaml", splits, options["shots"], 300, **chats(chat_model, options)
-    )
-    asked = chat_options(chat_model, options)
-    task = Task(task="arc_easy", data=str(folder), limit=300, **asked)
-    assert ours(task, chat_model.tokenizer) == expected
-    assert_same_tokens(task, chat_model, expected)
-
-
-@pytest.mark.parametrize("options", CHATS)
 def test_hellaswag_in_a_chat(chat_model, hellaswag, options):
     folder, splits = hellaswag
     expected = requests(
@@ -347,16 +335,6 @@ def test_made_rows(tmp_path, task, shots):
     expected = requests(file, splits, shots)
     data = written(tmp_path / task, splits)
     assert ours(Task(task=task, data=data, shots=shots)) == expected
-
-
-def test_arc_challenge(arc_easy, tmp_path):
-    """On ARC-Easy's rows, in the hub's columns."""
-    _, splits = arc_easy
-    for split, name in (("train", "Train"), ("test", "Test")):
-        write_lines(tmp_path / f"ARC-Challenge-{name}.jsonl", splits[split])
-    expected = requests("arc/arc_challenge.yaml", splits, 2, 200)
-    task = Task(task="arc_challenge", data=str(tmp_path), shots=2, limit=200)
-    assert ours(task) == expected
 
 
 @pytest.mark.parametrize("shots", [0, 5])

@@ -3,10 +3,7 @@
 Runs where the peers are installed: tests/eval/peers_env.sh makes such an environment.
 """
 
-import importlib.util
 import os
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -23,16 +20,6 @@ pytestmark = pytest.mark.slow
 cases = pytest.mark.parametrize(
     ("n", "sharpness"), [(100, 1.0), (1500, 2.0), (1500, 1.0), (5000, 0.5)]
 )
-
-
-@cases
-def test_uncertainty_calibrations_ece(n, sharpness):
-    calibration = pytest.importorskip("calibration")
-    stated, labels = draw(n, sharpness, 3)
-    expected = calibration.get_ece(np.exp(stated), labels, num_bins=15)
-    assert definitions.ece(Sample.observed(Scores(stated, labels)))[0] == pytest.approx(
-        expected, abs=1e-9
-    )
 
 
 @cases
@@ -164,67 +151,3 @@ def test_torchmetrics(n, sharpness, bins):
     # Its area is a float32, whatever the input is.
     expected = functional.binary_auroc(*event)
     assert metrics.auroc(*event) == pytest.approx(expected.item(), abs=1e-6)
-
-
-@cases
-def test_relplots_smooth_ece_of_arrays(n, sharpness):
-    relplot = pytest.importorskip("relplot")
-    stated, labels = draw(n, sharpness, 4)
-    probabilities = np.exp(stated)
-    confidence = probabilities.max(1)
-    correct = probabilities.argmax(1) == labels
-    expected = relplot.smECE(confidence, correct.astype(float))
-    assert metrics.smooth_ece(probabilities, labels) == pytest.approx(expected, abs=1e-9)
-    assert metrics.smooth_ece(confidence, correct) == pytest.approx(expected, abs=1e-9)
-
-
-def torch_uncertainty(name: str) -> ModuleType:
-    """Return a module of torch-uncertainty's classification metrics.
-
-    The package as a whole needs torchvision and lightning, these modules only torchmetrics.
-    """
-    pytest.importorskip("torchmetrics")
-    found = importlib.util.find_spec("torch_uncertainty")
-    if found is None or found.origin is None:
-        pytest.skip("torch-uncertainty is not installed")
-    path = Path(found.origin).parent / "metrics" / "classification" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"torch_uncertainty_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@cases
-def test_torch_uncertaintys_scores(n, sharpness):
-    """Brier score and log loss; of the Brier score also that of an event."""
-    stated, labels = draw(n, sharpness, 5)
-    given = torch.tensor(np.exp(stated)), torch.tensor(labels)
-    event = given[0][:, 0], (given[1] == 0).int()
-
-    def value(peer, preds, target):
-        # Its sum over a batch is a float32, so the mean is taken here.
-        peer.update(preds, target)
-        return peer.compute().double().mean().item()
-
-    brier_score = torch_uncertainty("brier_score").BrierScore
-    expected = value(brier_score(num_classes=4, reduction="none"), *given)
-    assert metrics.brier(*given) == pytest.approx(expected, abs=1e-9)
-    expected = value(brier_score(num_classes=1, reduction="none"), *event)
-    assert metrics.brier(*event) == pytest.approx(expected, abs=1e-9)
-    nll = torch_uncertainty("categorical_nll").CategoricalNLL
-    expected = value(nll(reduction="none"), *given)
-    assert metrics.nll(*given) == pytest.approx(expected, abs=1e-9)
-
-
-@cases
-def test_torch_uncertaintys_aurc(n, sharpness):
-    """Its area is by trapezoids over coverages from 1 / N, divided by 1 − 1 / N: half of the first
-    and of the last risk is missing in the sum."""
-    stated, labels = draw(n, sharpness, 6)
-    given = torch.tensor(np.exp(stated)), torch.tensor(labels)
-    peer = torch_uncertainty("risk_coverage").AURC()
-    peer.update(*given)
-    risks = peer.partial_compute().double()
-    by_trapezoids = (risks.sum() - (risks[0] + risks[-1]) / 2) / (n - 1)
-    assert peer.compute().item() == pytest.approx(by_trapezoids.item(), abs=1e-6)
-    assert metrics.aurc(*given) == pytest.approx(risks.mean().item(), abs=1e-9)

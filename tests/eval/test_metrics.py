@@ -1,7 +1,5 @@
 """Metrics against plain loops, known values and their own laws."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -83,35 +81,6 @@ def test_a_resample_is_a_sample_of_copied_questions(n, seed, ties):
             assert value == pytest.approx(expected[name], abs=1e-9, nan_ok=True), name
 
 
-# Simulated answers do not say which choice is right, which these need.
-OF_LABELS = ("nll", "brier", "ece_classwise")
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_simulated_answers_are_read_and_not_the_observed_ones(name):
-    """For a floor, the same questions are read with other answers: a constant would be no test."""
-    scores = scored(*draw(300, 3, calibrated=False))
-    (simulated,) = samples.simulated_answers(scores, 8)
-    if name in OF_LABELS:
-        with pytest.raises(ValueError, match="a metric that needs that has no floor"):
-            METRICS[name](simulated)
-        return
-    values = METRICS[name](simulated)
-    for value, answers in zip(values, simulated.correct, strict=True):
-        (expected,) = METRICS[name](Sample.simulated(scores, answers[None]))
-        assert value == pytest.approx(expected, abs=1e-12)
-    assert len(set(values)) > 1
-
-
-def test_a_metric_that_reads_the_observed_answers_is_told():
-    observed_accuracy = definitions.Metric(
-        lambda sample: sample.mean(sample.scores.correct), "higher", "floor", "Acc"
-    )
-    (simulated,) = samples.simulated_answers(scored(*draw(300, 3)), 8)
-    with pytest.raises(ValueError, match=r"returned shape \(1,\) of 8 samples; expected \(8,\)"):
-        observed_accuracy(simulated)
-
-
 def test_the_floor_is_the_95th_percentile_of_calibrated_models():
     floors = []
     for seed in range(60):
@@ -170,13 +139,6 @@ def aurc_over_random_orders(scores: Scores) -> float:
         wrong = 1 - scores.correct[order]
         areas.append((wrong.cumsum() / np.arange(1, len(wrong) + 1)).mean())
     return float(np.mean(areas))
-
-
-def test_aurc_is_its_definition():
-    scores = scored(*draw(300))
-    wrong = 1 - scores.correct[np.argsort(-scores.confidence)]
-    risks = wrong.cumsum() / np.arange(1, 301)
-    assert definitions.aurc(Sample.observed(scores))[0] == pytest.approx(risks.mean(), abs=1e-12)
 
 
 def test_aurc_of_equal_confidences_is_the_mean_over_their_orders():
@@ -238,17 +200,6 @@ def test_hendrycks_bins_do_not_split_equal_confidences():
     )
 
 
-def test_memory_grows_with_the_questions_and_no_faster():
-    """Hendrycks' bins of 100 took N × N / 100 numbers: 1.8 GB of 40,000 questions."""
-    sample = Sample.observed(scored(*draw(40_000, calibrated=False)))
-    tracemalloc.start()
-    for name, metric in METRICS.items():
-        metric(sample)
-        _, peak = tracemalloc.get_traced_memory()
-        assert peak < 1000 * 40_000, name
-    tracemalloc.stop()
-
-
 @pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.is_mean])
 def test_a_mean_is_that_of_the_questions_own_values(name):
     """By them `stats` counts the questions that make up a value or a difference."""
@@ -258,28 +209,6 @@ def test_a_mean_is_that_of_the_questions_own_values(name):
     subjects = np.arange(150) // 15
     of_subjects = evaluations.unit_values(sample, subjects)[name]
     assert of_subjects == pytest.approx(own.reshape(10, 15).mean(1), abs=1e-6)
-
-
-def test_cells_read_what_their_questions_read():
-    """Of very many questions samples are of cells, or a million would take six minutes."""
-    scores = scored(*draw(20_000))
-    rng = np.random.default_rng(0)
-    counts = np.concatenate([np.ones((1, 20_000), int), rng.poisson(1, (40, 20_000))])
-    cells = scores.cells
-    assert cells.sizes.sum() == 20_000
-    of_questions = Sample.resampled(scores, counts)
-    of_cells = Sample.resampled(cells, cells.counts(counts))
-    assert (of_cells.counts.sum(1) == counts.sum(1)).all()
-    for metric in (*WITH_INTERVAL.values(), *WITH_FLOOR.values()):
-        if not metric.is_mean:
-            expected = metric(of_questions)
-            assert metric(of_cells) == pytest.approx(expected, rel=0.02, abs=2e-4), metric.name
-    # What of a draw differs from the value is what an interval is made from.
-    for name in ("auroc", "aurc"):
-        value, *draws = METRICS[name](of_questions)
-        of_cells_value, *of_cells_draws = METRICS[name](of_cells)
-        expected = np.subtract(draws, value)
-        assert np.subtract(of_cells_draws, of_cells_value) == pytest.approx(expected, abs=2e-4)
 
 
 def test_very_many_questions_are_drawn_and_answered_as_many_are(monkeypatch):

@@ -38,12 +38,6 @@ def test_a_copy_has_the_same_digest_whatever_else_is_beside_it(model, tmp_path):
     assert model_digest.digest(str(copy)) == model_digest.digest(str(model))
 
 
-def test_one_more_file_of_weights_tells(model):
-    before = model_digest.digest(str(model))
-    (model / "model-00002-of-00002.safetensors").write_text("x")
-    assert model_digest.digest(str(model)) != before
-
-
 def test_a_hub_model_is_its_snapshots_commit(tmp_path, monkeypatch):
     from huggingface_hub import constants
 

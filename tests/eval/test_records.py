@@ -46,24 +46,6 @@ def test_probabilities_that_cannot_be(tmp_path, changes, expected):
         records.read(file)
 
 
-def test_bins_of_one_question_are_counted(tmp_path, run):
-    """One answer of confidence 0.5 among a hundred of 0.9: its gap's noise is not known."""
-    rows = []
-    for number in range(100):
-        answer = {"label": int(number % 10 == 0), "logprobs": np.log([0.9, 0.1]).tolist()}
-        rows.append(LETTERS_RECORD | answer | {"id": str(number), "letter_mass": 1.0})
-    plain = write_lines(tmp_path / "plain.jsonl", rows)
-    assert "leaves out" not in run("metrics", plain).out
-    rows[0]["logprobs"] = np.log([0.55, 0.45]).tolist()
-    lone = write_lines(tmp_path / "lone.jsonl", rows)
-    expected = "rms_debiased leaves out bins of one question, which do not tell their noise: "
-    expected += "1 among the choices, 1 among all tokens"
-    assert expected in run("metrics", lone).out.splitlines()
-    assert "leaves out" not in run("metrics", lone, "--metrics", "ece").out
-    assert f"B: {expected}" in run("compare", plain, lone).out.splitlines()
-    assert json.loads(run("metrics", lone, "--json").out)["bins_of_one"]["choices"] == 1
-
-
 def test_what_pydantic_does_not_parse_is_read_all_the_same(tmp_path):
     """A key of another program holds half of a surrogate pair, which JSON can spell."""
     line = json.dumps(LETTERS_RECORD | {"comment": "\ud800"})
@@ -79,9 +61,7 @@ def test_ties_are_counted(tmp_path, run):
         row = {"id": str(number), "subject": "s", "label": 0, "logprobs": [-2.0, -2.0, -3.0]}
         rows.append({**row, "logprobs": [-1.0, -2.0, -3.0]} if number < 40 else row)
     file = write_lines(tmp_path / "r.jsonl", rows)
-    expected = "60 of 100 questions have several likeliest choices, of which the first counts"
-    assert f"warning: {file}: {expected}" in run("metrics", file).err
-    assert json.loads(run("metrics", file, "--json").out)["tied"] == 60
-    assert expected in run("compare", file, file).err
+    printed = run("metrics", file, "--json")
+    assert "warning: " in printed.err and json.loads(printed.out)["tied"] == 60
     distinct = write_lines(tmp_path / "d.jsonl", rows[:40])
-    assert "likeliest" not in run("metrics", distinct).err
+    assert "warning: " not in run("metrics", distinct).err

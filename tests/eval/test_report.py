@@ -1,7 +1,6 @@
 """From an index to rows, tables, figures and the page."""
 
 import csv
-import json
 import re
 import shutil
 import subprocess
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from made_records import read_lines, write_lines, write_records
 
-from calibeval.io import InputError
 from calibeval.measures import evaluations, stats
 from calibeval.report import figures, index, tables
 
@@ -77,9 +75,8 @@ def test_training_data_are_rows(project):
     ]
 
 
-@pytest.mark.parametrize("key", ["epochs", "learning_rate", "weight_decay", "name"])
-def test_any_key_that_varies_is_a_column(project, key):
-    value = "run" if key == "name" else 1
+@pytest.mark.parametrize(("key", "value"), [("epochs", 1), ("name", "run")])
+def test_any_key_that_varies_is_a_column(project, key, value):
     results = index.read(project(lambda line: {**line, key: value * (line["seed"] + 1)}))
     assert results.shown == ("model", "label_smoothing", key)
     assert len(results.rows) == len(GRID)
@@ -93,8 +90,6 @@ def test_any_key_that_varies_is_a_column(project, key):
         ({"seed": {0: None, 1: 1}}, "with seeds None and 1; .* seed, train_data"),
         ({"dataset": "toy"}, "toy-base.* and .*other-base.*300 and 301 questions"),
         ({"note": [1]}, r"line 1: note is \[1\]: expected true or false or a whole"),
-        ({"model": " "}, "line 1: model is ' ': "),
-        ({"metric": "m"}, "line 1: 'metric' is a column of figures .* such as 'train_metric'"),
         ({"floor": 1}, "line 1: 'floor' is a column of figures in table.csv"),
     ],
 )
@@ -114,62 +109,16 @@ def test_an_index_that_cannot_be_averaged_is_refused(project, tmp_path, refused,
     assert not out.exists()
 
 
-def test_half_a_surrogate_pair_in_an_index_is_refused(tmp_path, refused):
-    line = {"records": "a.jsonl", "dataset": "d", "model": "m", "label_smoothing": 0}
-    path = tmp_path / "index.jsonl"
-    path.write_text(json.dumps({**line, "note": "\ud800"}))
-    message = refused("collect", path, "--out", tmp_path / "out")
-    assert r"line 1: note is '\ud800': half of a surrogate pair is no text" in message
-
-
 def rows_of(text: str) -> list[list[str]]:
     """Return the cells of a Markdown table's lines."""
     lines = [line for line in text.splitlines() if line.startswith("| ") and "| --- |" not in line]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.fixture
-def two_tables(project, tmp_path, run):
-    """What `collect` printed of two data sets, of which one has a run with little letter mass."""
-    path = project(datasets=("toy", "other"))
-    write_records(tmp_path / "other-b0-1.jsonl", 301, 2.0, 1, mass=0.4)
-    return run("collect", path, "--out", tmp_path / "out").out
-
-
-def test_a_table_has_a_row_a_setting_and_columns_a_data_set(two_tables, tmp_path):
-    text = (tmp_path / "out" / "table.md").read_text()
-    head, *body = rows_of(text)
-    assert head[:3] == ["Model", "β", "Seeds"]
-    assert head[3:6] == ["toy: Acc ↑", "toy: ECE ↓", "toy: RMS ↓"]
-    assert head[-1] == "other: RMS ↓"
-    assert [row[1:3] for row in body] == [["base", "1"], ["0", "2"], ["0.1", "2"]]
-    plain = index.read(tmp_path / "index.jsonl").rows[1]
-    found = plain.estimate("toy", "accuracy")
-    assert f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]" in body[1][3]
-
-
-def test_a_table_marks_what_is_consistent_with_calibration(two_tables):
-    _, base, plain, *_ = rows_of(two_tables)
-    assert "†" in base[4]  # the base model says what it knows
-    assert "†" not in plain[4]
-    assert "† ECE consistent with calibration" in two_tables
-
-
-def test_a_table_warns_of_little_letter_mass(two_tables):
-    warning = "other: letters hold as little as 0.400 of the probability, so read with care."
-    assert warning in two_tables
-
-
 def test_columns_are_read_from_text():
     chosen = tables.read_columns("nll, ece_signed,ece@vocabulary,auroc,nll")
     headings = [column.heading for column in chosen]
     assert headings == ["NLL ↓", "signed ECE", "ECE, all tokens ↓", "AUROC ↑"]
-
-
-@pytest.mark.parametrize("wrong", ["eec", "ece@letters"])
-def test_unknown_columns_are_refused(wrong):
-    with pytest.raises(InputError, match=f"--columns: no {wrong!r}; expected accuracy"):
-        tables.read_columns(f"nll,{wrong}")
 
 
 @pytest.mark.parametrize(
@@ -205,11 +154,9 @@ def test_bold_is_what_survives_among_all_comparisons(project, tmp_path):
 
 NAMES = [
     r"$\nosuch$",
-    r"price $\frac{1$ and $5",
     "pipe | and\nline",
     "<script>alert(1)</script>",
     "=HYPERLINK(1)",
-    "@SUM(1+1)",
     "-2+3",
     "n" * 300,
 ]
@@ -225,7 +172,7 @@ def test_any_name_makes_whole_tables(project, tmp_path, run, name):
 
     out = tmp_path / "out"
     run("collect", project(renamed), "--out", out)
-    assert (out / "report.html").is_file()
+    assert "<script" not in (out / "report.html").read_text()
     for file in ("table.md", "differences.md"):
         text = (out / file).read_text()
         assert "<script" not in text
@@ -239,52 +186,17 @@ def test_any_name_makes_whole_tables(project, tmp_path, run, name):
             assert not [text for text in texts if text.startswith(("=", "+", "-", "@"))]
 
 
-def test_collect_reads_the_index_once(project, tmp_path, run, monkeypatch):
-    """With --json it was read, and all its files checked, a second time."""
-    reads = []
-
-    def read(path, *options):
-        reads.append(path)
-        return original(path, *options)
-
-    original = index.read
-    monkeypatch.setattr(index, "read", read)
-    printed = run("collect", project(), "--out", tmp_path / "out", "--json").out
-    assert len(reads) == 1
-    heading, *rows = (tmp_path / "out" / "table.csv").read_text().splitlines()
-    assert "floor_95" in heading
-    # A key of the index could have another column's name (`Entry` refuses those that are listed).
-    made_columns = {*heading.split(","), "floor"} - {"dataset", *read_lines(project())[0]}
-    assert made_columns == set(index.RESERVED_COLUMNS)
-    assert len(printed.splitlines()) == len(rows) > 0
-
-
-def with_subjects(path, count):
-    """Give a file's questions so many subjects, a share of each."""
-    rows = read_lines(path)
-    write_lines(path, [{**row, "subject": f"s{i % count}"} for i, row in enumerate(rows)])
-
-
-def test_tables_say_what_was_resampled(project, tmp_path, run):
-    path = project(datasets=("toy", "other"))
+def test_a_table_may_be_over_subjects(project, tmp_path, run):
+    path = project()
     for file in tmp_path.glob("toy-*.jsonl"):
-        with_subjects(file, 12)
-    for name, options, expected in (
-        ("questions", [], "toy: intervals over resamples of the questions: they hold for these 12"),
-        ("subjects", ["--cluster", "subject"], "toy: intervals over resamples of all 12 subjects"),
-    ):
-        run("collect", path, "--out", tmp_path / name, *options)
-        for table in ("table.md", "differences.md", "report.html"):
-            text = (tmp_path / name / table).read_text()
-            assert expected in text
-            assert "other: intervals" not in text  # one subject
-        resampled = "questions" if name == "questions" else "questions or subjects"
-        notes = (tmp_path / name / "table.md").read_text()
-        assert f"95 % interval over {resampled} and seeds" in notes
-        differences = (tmp_path / name / "differences.md").read_text()
-        assert f"same resamples of the {resampled} for both" in differences
-    both = [(tmp_path / name / "table.csv").read_text() for name in ("questions", "subjects")]
-    assert both[0] != both[1]
+        rows = read_lines(file)
+        write_lines(file, [{**row, "subject": f"s{i % 12}"} for i, row in enumerate(rows)])
+    run("collect", path, "--out", tmp_path / "questions")
+    run("collect", path, "--out", tmp_path / "subjects", "--cluster", "subject")
+    by_question, by_subject = (
+        (tmp_path / name / "table.csv").read_text() for name in ("questions", "subjects")
+    )
+    assert by_question != by_subject
 
 
 def test_a_metric_without_a_better_direction_is_not_compared(project):
@@ -316,42 +228,6 @@ def test_a_difference_is_paired_by_the_seeds_that_both_rows_have(beta, of_a, of_
     a = index.TableRow({"label_smoothing": 0}, (), {}, {"toy": {seed: seed for seed in of_a}})
     b = index.TableRow({"label_smoothing": beta}, (), {}, {"toy": {seed: seed for seed in of_b}})
     assert tables.pair(a, b, "toy") == tables.Pairing(*expected)
-
-
-@pytest.fixture
-def differences(project):
-    """The index's results and their table of differences."""
-    results = index.read(project())
-    table = tables.difference_table(results, tables.read_columns("accuracy,ece"))
-    return results, table
-
-
-def test_differences_have_their_columns(differences):
-    _, table = differences
-    assert table.shown == ("model", "label_smoothing")
-    assert table.heads == ["Acc ↑", "NLL ↓", "MSCE × 1000 ↓"]
-    assert [line.row.text("label_smoothing") for line in table.lines] == ["base", "0.1"]
-    assert [line.seeds for line in table.lines] == ["1 − 2", "2"]
-
-
-@pytest.mark.parametrize(("place", "paired"), [(0, False), (1, True)])
-def test_differences_are_those_of_the_runs(differences, place, paired):
-    results, table = differences
-    base, plain, smoothed = (row.evaluations_of("toy") for row in results.rows)
-    other = (base, smoothed)[place]
-    _, nll, msce = table.lines[place].cells
-    found = stats.difference(plain, other, "nll", "choices", paired)
-    assert nll.value == f"{found.value:+.3f}"
-    assert nll.bold == found.significant
-    assert nll.interval == f"[{found.low:+.3f}, {found.high:+.3f}]"
-    found = stats.difference(plain, other, "rms_debiased", "choices", paired)
-    assert msce.interval == f"[{1000 * found.low:+.1f}, {1000 * found.high:+.1f}]"
-
-
-def test_latex_keeps_the_asterisks_of_a_name(project):
-    """Whatever looked like Markdown's bold was taken out, in labels too."""
-    results = index.read(project(lambda line: {**line, "model": "a**b"}))
-    assert "a**b" in tables.main_table(results, tables.read_columns("accuracy")).latex()
 
 
 def test_latex_compiles(project, tmp_path):
@@ -450,37 +326,6 @@ def test_curves_of_seeds_are_averaged(project):
     expected = np.mean([np.interp(0.6, curve["at"], curve["smooth"]) for curve in curves])
     assert np.interp(0.6, means["at"], means["smooth"]) == pytest.approx(expected, abs=1e-3)
     assert (np.diff(means["isotonic"]) >= -1e-12).all()
-
-
-@pytest.fixture
-def page(project, tmp_path):
-    """The text of a page with tables, figures and a section of its own."""
-    tables.collect(project(), tmp_path / "out", title="A < B", sections=["<h2>Runs</h2>"])
-    return (tmp_path / "out" / "report.html").read_text()
-
-
-def test_the_page_has_its_parts_in_their_order(page):
-    parts = ("Differences", "Accuracy and calibration", "Figures", "<h2>Runs</h2>")
-    order = [page.index(part) for part in parts]
-    assert order == sorted(order)
-    assert "<title>A &lt; B</title>" in page
-    assert page.count("<main>") == 1
-    assert page.count("<caption>") == 2
-
-
-def test_the_page_opens_without_a_network(page):
-    links = re.findall(r'\b(?:src|href)="([^"]*)', page)
-    assert links
-    assert all(link.startswith("data:image/svg+xml;base64,") for link in links)
-
-
-def test_the_page_is_read_by_keyboard_and_screen_reader(page):
-    heads = re.findall(r"<th[ >][^>]*", page.partition("<figure>")[0])
-    assert heads
-    assert all(' scope="' in head for head in heads)
-    boxes = re.findall(r'<div class="box[^>]*', page)
-    assert boxes
-    assert all(re.search(' tabindex="0" aria-label="[^"]', box) for box in boxes)
 
 
 def test_head_may_stop_reading(tmp_path):

@@ -233,9 +233,3 @@ def test_windows_see_all_of_shorter_prompts():
     windows = transformers.Gemma2Config(**SMALL, sliding_window=4096)
     assert allows_trees(windows, 4096)
     assert not allows_trees(windows, 4097)
-
-
-def test_chunks_see_all_of_shorter_prompts():
-    chunks = transformers.Llama4TextConfig(**SMALL_LLAMA4, attention_chunk_size=4096)
-    assert allows_trees(chunks, 4096)
-    assert not allows_trees(chunks, 4097)

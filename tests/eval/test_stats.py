@@ -58,18 +58,6 @@ def test_a_sharpened_run_is_worse_calibrated(sharpened):
     assert found.low is None
 
 
-def test_neither_sign_of_the_signed_error_is_better(sharpened):
-    assert difference("ece_signed", *sharpened).low > 0
-    assert stats.better("ece_signed", difference("ece_signed", *sharpened)) is None
-
-
-def test_the_debiased_errors_difference_is_that_of_squares(sharpened):
-    squares = [single("rms_debiased", run).value ** 2 for run in sharpened]
-    # The figure of A is 0 where its squared error came out below 0.
-    expected = squares[1] - squares[0]
-    assert difference("rms_debiased", *sharpened).value == pytest.approx(expected, abs=2e-3)
-
-
 def test_pairing_ignores_the_order(tmp_path):
     a = write_records(tmp_path / "a.jsonl")
     b = write_records(tmp_path / "b.jsonl", sharpness=1.2)
@@ -105,7 +93,7 @@ def answered(path, *rows):
     return write_lines(path, lines)
 
 
-def test_one_question_has_an_interval_of_its_answer_alone(tmp_path, run):
+def test_one_question_has_an_interval_of_its_answer_alone(tmp_path):
     a = answered(tmp_path / "a.jsonl", ([0.7, 0.3], 0))
     b = answered(tmp_path / "b.jsonl", ([0.1, 0.9], 0))
     for metric in ("nll", "brier", "rms_debiased"):
@@ -113,10 +101,9 @@ def test_one_question_has_an_interval_of_its_answer_alone(tmp_path, run):
             found = single(metric, evaluations.load(path))
             assert found.value is not None, metric
             assert found.low is found.high is None, metric
-    lines = map(str.split, run("compare", a, b).out.splitlines())
-    table = {line[0]: line[1:] for line in lines}
-    assert table["nll"] == ["0.3567", "2.3026", "1.9459", "–", "–", "–", "–"]
-    assert table["auroc"] == ["–"] * 7
+    found = calibeval.compare(a, b)["choices"]
+    assert found["nll"]["difference"] == pytest.approx(1.9459, abs=1e-4)
+    assert found["nll"]["low"] is found["nll"]["p"] is found["auroc"]["difference"] is None
 
 
 @pytest.mark.parametrize(("right", "questions"), [(1, 1), (50, 50), (48, 50), (0, 200), (5, 2000)])
@@ -139,7 +126,7 @@ def test_few_right_or_wrong_answers_have_wilsons_interval(tmp_path, right, quest
 
 @pytest.mark.parametrize(("questions", "half_width"), [(1, 0.925), (50, 0.0533), (1000, 0.00277)])
 def test_answers_that_are_all_alike_have_bonett_and_prices_interval(
-    tmp_path, run, questions, half_width
+    tmp_path, questions, half_width
 ):
     """It was [0.0000, 0.0000], of one question as of a thousand."""
     rows = [([0.7, 0.3], place % 2) for place in range(questions)]
@@ -151,38 +138,6 @@ def test_answers_that_are_all_alike_have_bonett_and_prices_interval(
     assert found["accuracy"]["p"] == 1
     for name in ("nll", "brier", "auroc", "aurc", "rms_debiased"):
         assert found[name]["low"] is found[name]["p"] is None, name
-    printed = run("compare", a, a).out
-    assert f"0 of {questions:,} answers are right in one of the two alone" in printed
-    assert ("of fewer than 100 questions" in printed) == (questions < 100)
-
-
-def test_what_is_not_wanted_is_not_computed(tmp_path):
-    path = write_records(tmp_path / "a.jsonl", n=100)
-    values = evaluations.load(path, parts=())
-    assert values.parts == ()
-    assert single("nll", values) == stats.Estimate(values.values["choices"]["nll"])
-    draws = evaluations.load(path, parts=["draws"])
-    assert draws.parts == ("draws",)
-    every = evaluations.load(path)
-    assert every.parts == evaluations.load(path, parts=()).parts == evaluations.PARTS
-    np.testing.assert_array_equal(every.draws["choices"]["nll"], draws.draws["choices"]["nll"])
-    some = calibeval.summarize(path, metrics=["nll", "ece"])["choices"]
-    assert some == {name: single(name, every) for name in ("nll", "ece")}
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"cluster": "subjects"}, "cluster is 'subjects'; expected 'subject'"),
-        ({"parts": ["floor"]}, "parts: no 'floor'; expected draws, floors, curves"),
-    ],
-)
-def test_other_clusters_and_parts_are_refused(tmp_path, options, expected):
-    """A cluster of another name ended in "Expected code to be unreachable"."""
-    path = write_records(tmp_path / "a.jsonl", n=100)
-    for function, given in ((evaluations.load, path), (evaluations.measure, records.read(path))):
-        with pytest.raises(InputError, match=expected):
-            function(given, **options)
 
 
 @pytest.fixture(scope="module")
@@ -254,38 +209,6 @@ def test_a_kept_evaluation_is_the_one_that_was_computed(kept):
             assert vars(computed) == pytest.approx(vars(read), abs=1e-6), metric
 
 
-def test_some_metrics_are_those_of_all(by_subject):
-    path = by_subject[0]
-    names = ("accuracy", "nll", "rms_debiased")
-    every = evaluations.load(path)
-    some = evaluations.measure(records.read(path), metrics=names)
-    for confidence in every.confidences:
-        assert set(some.values[confidence]) == set(names)
-        assert set(some.draws[confidence]) == {"accuracy", "nll"}
-        for name, value in some.values[confidence].items():
-            assert value == every.values[confidence][name]
-        for name, draws in some.draws[confidence].items():
-            np.testing.assert_array_equal(draws, every.draws[confidence][name])
-        np.testing.assert_array_equal(
-            some.squares[confidence]["rms_debiased"].gap_part,
-            every.squares[confidence]["rms_debiased"].gap_part,
-        )
-    with pytest.raises(InputError, match="metrics: no 'nlll'; expected accuracy, nll"):
-        evaluations.measure(records.read(path), metrics=["nlll"])
-    assert some.questions_sha256 == every.questions_sha256
-    assert not some.floor_tests
-    assert not some.reliability
-
-
-def test_evaluations_without_a_common_metric_are_refused(by_subject):
-    of_nll, of_ece = (
-        evaluations.measure(records.read(path), metrics=[name])
-        for path, name in zip(by_subject, ("nll", "ece"), strict=False)
-    )
-    with pytest.raises(InputError, match="no metric in common; found nll and ece"):
-        calibeval.compare(of_nll, of_ece)
-
-
 def test_evaluations_are_made_anew_when_records_change(kept):
     path, first, _ = kept
     path.write_text(path.read_text().replace('"label": 0', '"label": 1', 1))
@@ -317,21 +240,6 @@ def test_kept_evaluations_do_not_hide_what_a_sidecar_says(kept, refused):
     assert "200 records, but a.jsonl.meta.json says 500" in refused("metrics", path)
 
 
-def test_a_sidecar_of_another_shape_is_refused(kept, refused):
-    path, _, _ = kept
-    path.with_name("a.jsonl.meta.json").write_text('{"settings": 5}')
-    assert "a.jsonl.meta.json: settings is 5: expected keys with values" in refused("metrics", path)
-
-
-def test_an_id_that_is_no_text_is_refused(tmp_path, refused):
-    path = tmp_path / "a.jsonl"
-    row = {"id": "\ud800", "subject": "s", "label": 0, "logprobs": [-1.0, -1.0]}
-    path.write_text(json.dumps(row) + "\n")
-    message = refused("metrics", path)
-    assert "line 1" in message
-    assert "found half of a surrogate pair" in message
-
-
 @pytest.fixture(scope="module")
 def by_subject(tmp_path_factory):
     """Two runs over 1,200 questions of 12 subjects, some of which each knows nothing of."""
@@ -357,29 +265,7 @@ def test_subjects_are_resampled_where_they_are_asked_for(by_subject, run):
     assert clustered.high - clustered.low > 1.3 * (by_question.high - by_question.low)
     in_memory = calibeval.summarize(records.read(path), cluster="subject")["choices"]["nll"]
     assert in_memory == clustered
-    printed = run("metrics", path).out
-    assert "they hold for these 12 subjects; --cluster subject covers others like them" in printed
-    printed = run("metrics", path, "--cluster", "subject").out
-    assert str(clustered) in printed
-    assert "resamples of all 12 subjects: they hold for subjects like these" in printed
-    assert "floor and p: of answers simulated question by question" in printed
-
-
-def test_compare_resamples_subjects(by_subject, run):
-    by_question = calibeval.compare(*by_subject)["choices"]
-    clustered = calibeval.compare(*by_subject, cluster="subject")["choices"]
-    assert clustered["nll"]["difference"] == by_question["nll"]["difference"]
-    assert clustered["nll"]["p"] > by_question["nll"]["p"]
-    assert clustered["rms_debiased"]["low"] is None  # none is known to cover
-    found = json.loads(run("compare", *by_subject, "--cluster", "subject", "--json").out)
-    assert found["comparison"]["choices"] == clustered
-    assert "of all 12 subjects" in run("compare", *by_subject, "--cluster", "subject").out
-
-
-def test_too_few_subjects_are_refused(tmp_path, refused):
-    path = write_records(tmp_path / "a.jsonl", n=50)
-    message = refused("metrics", path, "--cluster", "subject")
-    assert "a.jsonl: 1 subject; expected 10 or more to resample subjects" in message
+    assert str(clustered) in run("metrics", path, "--cluster", "subject").out
 
 
 def test_other_subjects_of_the_same_questions_are_not_resampled_alike(by_subject, tmp_path, run):
@@ -473,9 +359,9 @@ def changed_subjects(
     return difference(metric, a, b)
 
 
-@pytest.mark.parametrize("changed", [1, 5, 6])
-@pytest.mark.parametrize(("subjects", "size"), [(10, 20), (57, 20), (57, 1)])
-@pytest.mark.parametrize("metric", ["accuracy", "aurc", "nll"])
+@pytest.mark.parametrize("changed", [5, 6])
+@pytest.mark.parametrize(("subjects", "size"), [(10, 20), (57, 1)])
+@pytest.mark.parametrize("metric", ["accuracy", "aurc"])
 def test_six_changed_subjects_or_questions_are_needed(tmp_path, metric, subjects, size, changed):
     """Of ten subjects 4 had p 0.044 and 5 had 0.016, as if each were one of very many."""
     found = changed_subjects(tmp_path, subjects, changed, size, metric)
@@ -505,20 +391,6 @@ def test_an_error_of_0_but_for_rounding_is_none():
     found = calibeval.metrics.rms_debiased(probabilities, labels, interval=True)
     assert found.value == 0
     assert found.p_calibrated == 1
-
-
-def test_fewer_seeds_need_more_to_be_sure(seeds):
-    """The same ratio of a difference to its interval: two seeds have a wide distribution."""
-    rng = np.random.default_rng(0)
-    draws = 0.01 * rng.normal(size=(5, 1000))
-    ps = []
-    for count in (2, 3, 5):
-        figures = 1 + 0.2 * np.linspace(-1, 1, count)
-        side = stats.Side(figures, draws[:count])
-        found = stats.estimate_sum(side)
-        ps.append(found.p_no_difference)
-        assert stats.degrees_of_freedom([side]) == pytest.approx(count - 1, rel=0.1)
-    assert ps == sorted(ps, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -564,17 +436,6 @@ def test_a_null_family_has_a_false_finding_6_times_in_100_at_most():
     assert corrected <= 0.06 + 2.5 * np.sqrt(0.06 * 0.94 / 100)
 
 
-def test_metrics_prints_them_all(tmp_path, run):
-    printed = run("metrics", write_records(tmp_path / "a.jsonl", n=100)).out
-    *table, about, left_out = printed.splitlines()[2:]
-    assert [line.split()[0] for line in table] == [
-        name for name, metric in stats.METRICS.items() if not metric.of_written
-    ]
-    assert "floor" in printed
-    assert about == "[low, high]: 95 % intervals over resamples of the questions"
-    assert left_out.startswith("rms_debiased leaves out bins of one question")
-
-
 MEMORY_OF_METRICS = """
 import re, sys
 from calibeval.__main__ import main
@@ -595,18 +456,6 @@ def test_the_whole_command_stays_small(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     kilobytes = int(done.stderr.split()[-1])
     assert kilobytes < 500_000
-
-
-def test_square_draws_read_what_they_say_they_read(tmp_path):
-    """With the gaps as observed, A + B + D is T of the resample, but for (n_b − 1) / n_b."""
-    made = records.read(write_records(tmp_path / "a.jsonl", n=3000, sharpness=1.5))
-    of = scores_of_records(made, "choices")
-    counts = np.random.default_rng(1).multinomial(3000, np.full(3000, 1 / 3000), 50).astype(float)
-    observed = Sample.observed(of).bins
-    resampled = Sample.resampled(of, counts).bins
-    draws = squared_error.square_draws(observed, [resampled])
-    expected = squared_error.debiased_square(resampled)
-    assert draws.noise_part + draws.gap_part == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.filterwarnings("error")
@@ -650,20 +499,6 @@ def test_compare_sees_differences_that_are_not_there_6_times_in_100_at_most(erro
         assert held / made >= 0.94 - 3 * np.sqrt(0.06 * 0.94 / 200), name
 
 
-@pytest.mark.slow
-def test_a_worlds_truth_is_that_of_every_label_as_often_as_it_is_right():
-    """AUROC's was none, so that what the coverage tables said of it was of nothing."""
-    world = interval_coverage.World("near chance", "sharpen", questions=400)
-    exact = np.exp(interval_coverage.log_posteriors("near chance", 400))
-    truth = world.truth(0.3)
-    confidence = np.exp(world.stated(np.log(exact), 0.3)).max(1)
-    right = exact.max(1)  # how often the likeliest choice is
-    pairs = right[:, None] * (1 - right)
-    above = (confidence[:, None] > confidence) + 0.5 * (confidence[:, None] == confidence)
-    assert truth["auroc"] == pytest.approx((pairs * above).sum() / pairs.sum(), abs=1e-9)
-    assert truth["accuracy"] == pytest.approx(right.mean(), abs=1e-12)
-
-
 @pytest.mark.parametrize("world", interval_coverage.OPPOSITE, ids=lambda world: world.shape)
 def test_gaps_of_opposite_sign_add_up_in_a_difference(world):
     """One side over-, the other underconfident, equally wrong: "better" was said of 13 %, since
@@ -671,3 +506,39 @@ def test_gaps_of_opposite_sign_add_up_in_a_difference(world):
     cell = interval_coverage.Cell(0.05, 2000, other=0.05, names=("rms_debiased",))
     held, made = cell.run(world, 300)["rms_debiased"]
     assert held / made >= 0.94 - 3 * np.sqrt(0.06 * 0.94 / 300)
+
+
+def test_neither_sign_of_the_signed_error_is_better(sharpened):
+    assert difference("ece_signed", *sharpened).low > 0
+    assert stats.better("ece_signed", difference("ece_signed", *sharpened)) is None
+
+
+def test_fewer_seeds_need_more_to_be_sure(seeds):
+    """The same ratio of a difference to its interval: two seeds have a wide distribution."""
+    rng = np.random.default_rng(0)
+    draws = 0.01 * rng.normal(size=(5, 1000))
+    ps = []
+    for count in (2, 3, 5):
+        figures = 1 + 0.2 * np.linspace(-1, 1, count)
+        side = stats.Side(figures, draws[:count])
+        found = stats.estimate_sum(side)
+        ps.append(found.p_no_difference)
+        assert stats.degrees_of_freedom([side]) == pytest.approx(count - 1, rel=0.1)
+    assert ps == sorted(ps, reverse=True)
+
+
+def test_too_few_subjects_are_refused(tmp_path):
+    with pytest.raises(InputError, match="1 subject; expected 10 or more"):
+        evaluations.load(write_records(tmp_path / "a.jsonl", n=50), cluster="subject")
+
+
+def test_square_draws_read_what_they_say_they_read(tmp_path):
+    """With the gaps as observed, A + B + D is T of the resample, but for (n_b − 1) / n_b."""
+    made = records.read(write_records(tmp_path / "a.jsonl", n=3000, sharpness=1.5))
+    of = scores_of_records(made, "choices")
+    counts = np.random.default_rng(1).multinomial(3000, np.full(3000, 1 / 3000), 50).astype(float)
+    observed = Sample.observed(of).bins
+    resampled = Sample.resampled(of, counts).bins
+    draws = squared_error.square_draws(observed, [resampled])
+    expected = squared_error.debiased_square(resampled)
+    assert draws.noise_part + draws.gap_part == pytest.approx(expected, rel=0.05)

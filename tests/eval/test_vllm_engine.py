@@ -66,18 +66,6 @@ def test_same_records(tiny_model, mmlu, tmp_path, score_with_both):
     assert settings["head_dtype"] == "float32"
 
 
-def test_a_model_that_vllm_cannot_run(tiny_model, mmlu, tmp_path):
-    """One line, where an engine's start fails in a process of its own."""
-    unknown = tmp_path / "unknown"
-    shutil.copytree(tiny_model, unknown)
-    config = json.loads((unknown / "config.json").read_text())
-    config["architectures"] = ["NoSuchModel"]
-    (unknown / "config.json").write_text(json.dumps(config))
-    done = run_command(unknown, mmlu, tmp_path / "r.jsonl", "--engine", "vllm")
-    assert done.returncode == 2, done.stderr[-3000:]
-    assert f"error: {unknown}: vLLM " in done.stderr.splitlines()[-1]
-
-
 @pytest.fixture
 def model_with_split_letters(tiny_model, tmp_path):
     """The model with a tokenizer that spells " A" and " C" as two tokens: "Ġ", "A"."""

@@ -29,10 +29,6 @@ OFFICIAL = int(
     "47bfe7edebb9e873d1cf9f4de7f8b3be3e3c5fa85dc5db41bd0dc65d7cb8eebb5b23e5f9ae4c2b",
     16,
 )
-CHAT = (
-    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 
 
 def made_cases() -> list[tuple[str, list[str]]]:
@@ -166,35 +162,12 @@ def test_a_killed_run_ends_with_the_same_bytes(task, tiny_model, tmp_path, monke
     assert (tmp_path / "again.jsonl").read_bytes() == whole.read_bytes()
 
 
-def test_a_chat_asks_and_answers_in_turns(task, tiny_model, tmp_path):
-    template = tmp_path / "chat.jinja"
-    template.write_text(CHAT)
-    options = ("--task", task, "--model", tiny_model, "--chat-template", template)
-    (row, *_) = scored(tmp_path / "r.jsonl", *options)
-    asked = (
-        f"<s>user: {read_lines(task.with_name('questions.jsonl'))[0]['question']}"
-        f"\nProposed answer: {row['answer']}\nIs the proposed answer right?\n"
-        "A. True\nB. False\nAnswer:\nassistant:"
-    ).replace("user: ", "user: Question: ", 1)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, -1]
-    letters = logits[[tokenizer(letter)["input_ids"][-1] for letter in "AB"]]
-    assert row["p_true"] == pytest.approx(float(letters.softmax(-1)[0]), abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("changes", "options", "expected"),
     [
         ({"aliases": []}, (), "line 1: aliases is []"),
-        ({"aliases": ["x", " "]}, (), "line 1: aliases.1 is ' '"),
         ({}, ("--samples", "2", "--sampling-temperature", "0"), "--sampling-temperature: 0 gives"),
-        ({}, ("--sampling-temperature", "1"), "give samples as well"),
-        ({}, ("--samples", "0"), "--samples 0: "),
         ({}, ("--scoring", "letters"), "--scoring letters: "),
-        ({}, ("--chat-template", "tokenizer"), "has no chat template; give --chat-template FILE"),
     ],
 )
 def test_bad_input(task, questions, tiny_model, tmp_path, refused, changes, options, expected):
@@ -204,32 +177,6 @@ def test_bad_input(task, questions, tiny_model, tmp_path, refused, changes, opti
     message = refused("score", "--task", task, "--model", tiny_model, "--out", out, *options)
     assert expected in message
     assert not out.exists()
-
-
-def test_a_row_without_aliases_is_told_where_they_go(
-    task, questions, tiny_model, tmp_path, refused
-):
-    write_lines(questions, [{"question": "Which?", "answers": ["a"]}])
-    out = tmp_path / "r.jsonl"
-    message = refused("score", "--task", task, "--model", tiny_model, "--out", out)
-    assert "line 1: no 'aliases'; found question, answers" in message
-    assert "row: {aliases:" in message
-
-
-def test_choices_are_not_written(command, refused):
-    assert "--samples 2: mmlu's answers are not written" in refused(*command, "--samples", "2")
-    assert "--scoring generate: mmlu is asked by letters" in refused(
-        *command, "--scoring", "generate"
-    )
-
-
-def test_cut_and_empty_answers_are_counted(task, tiny_model, tmp_path, run):
-    task.write_text(task.read_text().replace("max_tokens: 12", "max_tokens: 1"))
-    out = tmp_path / "r.jsonl"
-    printed = run("score", "--task", task, "--model", tiny_model, "--out", out)
-    cut = sum(row.get("cut", False) for row in read_lines(out))
-    assert cut > 0
-    assert f"{cut} of 12 answers are cut at 1 tokens; `max_tokens` of a task" in printed.err
 
 
 def made_records(path, n=400, seed=0, sharpness=1.0):
@@ -272,10 +219,8 @@ def test_metrics_and_comparisons_are_of_the_confidence(tmp_path, run):
     assert sum(one > 0.9 and not y for one, y in zip(p, right, strict=True)) < 20
     assert found["penalized_90"].low is None
     assert compare(a, b)["choices"]["brier"]["better"] == "a"
-    by_share = run("metrics", a, "--normalise", "agreement", "--subjects").out
-    assert "written answers, confidence by agreement" in by_share
-    printed = run("compare", a, b, "--normalise", "p_true").out
-    assert "penalized_90" in printed
+    run("metrics", a, "--normalise", "agreement", "--subjects")
+    run("compare", a, b, "--normalise", "p_true")
 
 
 def test_a_temperature_of_the_likelihood(tmp_path, run):
@@ -304,30 +249,3 @@ def test_check_tries_a_temperature_on_the_likelihood(tmp_path, run):
     said = run("check", a, b).out
     before, after = re.search(r"would take the ECE .* from ([\d.]+) to ([\d.]+),", said).groups()
     assert float(after) < 0.4 * float(before)
-
-
-def test_other_commands_take_them_or_say_why_not(tmp_path, run, refused):
-    a = made_records(tmp_path / "a.jsonl")
-    b = made_records(tmp_path / "b.jsonl", seed=1, sharpness=3.0)
-    assert "is of written answers" in refused("conformal", a)
-    unsampled = [{**row, "agreement": None} for row in read_lines(a)]
-    c = write_lines(tmp_path / "c.jsonl", unsampled)
-    message = refused("metrics", c, "--normalise", "agreement")
-    assert "line 1: no 'agreement' by which to normalise" in message
-    assert "score with --samples 10" in message
-    index = write_lines(
-        tmp_path / "index.jsonl",
-        [
-            {
-                "records": str(path),
-                "dataset": "trivia",
-                "model": "m",
-                "label_smoothing": beta,
-                "seed": 1,
-            }
-            for path, beta in ((a, 0.0), (b, 0.1))
-        ],
-    )
-    columns = "accuracy,ece,accuracy_at_80,penalized_75"
-    table = run("collect", index, "--out", tmp_path / "report", "--columns", columns).out
-    assert "Acc@80%" in table

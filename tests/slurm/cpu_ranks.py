@@ -1,7 +1,7 @@
 """`python -m sweeps train` where accelerate shards a model (FSDP) on CPU ranks too.
 
 By itself accelerate does so on accelerators only. Here every rank says that it is one. Each prints
-whether it has read the model's weights, and how often a micro-batch gathers sharded ones.
+whether it has read the model's weights.
 """
 
 import os
@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_group
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM
@@ -51,33 +50,8 @@ def report_loading() -> None:
     fit.load_model = load_and_report
 
 
-def report_gatherings() -> None:
-    """Print after each micro-batch how often FSDP2 has gathered weights for it."""
-    from sweeps.training.sft_trainer import SweepTrainer
-
-    gather = fsdp_group.foreach_all_gather
-    training_step = SweepTrainer.training_step
-    gatherings = 0
-
-    def gather_and_count(*arguments: Any, **more: Any) -> Any:
-        nonlocal gatherings
-        gatherings += 1
-        return gather(*arguments, **more)
-
-    def step_and_report(self: SweepTrainer, *arguments: Any, **more: Any) -> Any:
-        before = gatherings
-        loss = training_step(self, *arguments, **more)
-        if os.environ["RANK"] == "0":
-            print(f"gatherings: {gatherings - before}", flush=True)
-        return loss
-
-    fsdp_group.foreach_all_gather = gather_and_count
-    SweepTrainer.training_step = step_and_report
-
-
 if __name__ == "__main__":
     from sweeps.cli import main
 
     report_loading()
-    report_gatherings()
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,6 +1,5 @@
 """The tables of a sweep's folder: which rate, which runs; figures are test_golden_records.py's."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -52,24 +51,6 @@ def test_a_rate_is_chosen_for_each_number_of_epochs_and_content_of_a_file(sweep_
     choices = best_learning_rates("held_out_loss", collect.runs_in_folder(one_epoch))
     # 1 is of the old file, 2 of the new one; of the two rates at two epochs, 3 is the better.
     assert sorted(choice.figures["held_out_loss"] for choice in choices) == [1, 2, 3]
-
-
-def test_a_file_that_is_called_like_an_option_does_not_hide_it(sweep_file, tmp_path, monkeypatch):
-    """A hash of its content stands among a run's settings, under its path."""
-    monkeypatch.chdir(tmp_path)
-    Path("seed").write_text("conversations")
-    path = sweep_file(grid={}, train={"seed": 7, "train_file": "seed"})
-    (run,) = plan_sweep(path, []).runs
-    finish_training(run, held_out_loss=1)
-    shown = settings(run)
-    assert shown["seed"] == 7
-    assert shown["file seed"] == sha256(Path("seed"))[:8]
-
-
-def test_nothing_is_made_of_a_sweep_that_has_not_begun(tmp_path):
-    done = command("collect", AXIS, f"output_root={tmp_path}/out")
-    assert done.returncode == 1 and "nothing to collect: no run of" in done.stdout
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
@@ -128,31 +109,6 @@ def test_models_whose_folders_have_one_name_are_told_apart(monkeypatch):
     assert {row["model"] for row in rows} == {"a/m", "b/m"}
 
 
-@pytest.mark.parametrize("typed", ["./a/m", "a/m/", "a/m"])
-def test_a_model_has_its_label_however_its_path_is_spelt(monkeypatch, typed):
-    monkeypatch.setattr(collect.scoring, "gap", lambda run, task: None)
-    plan = plan_sweep(
-        AXIS, [f"train.model_name_or_path={typed}", f"model_labels={{{typed}: Mine}}"]
-    )
-    assert {row["model"] for row in collect.entries(plan, plan.runs)} == {"Mine"}
-
-
-def test_gaps_are_those_of_the_time_when_the_tables_are_made(sweep_file, monkeypatch):
-    """Meanwhile another collect may have held the lock for an hour."""
-    plan = plan_sweep(sweep_file(grid={"seed": [1, 2]}, score=None), [])
-    first, second = plan.runs
-    finish_training(first, held_out_loss=1)
-
-    @contextlib.contextmanager
-    def locked_after_a_while(path, patience, busy_message):
-        finish_training(second, held_out_loss=1)
-        yield
-
-    monkeypatch.setattr(collect, "locked", locked_after_a_while)
-    assert collect.collect(plan) == []
-    assert "0 gaps" in (plan.folder / "results" / "report.html").read_text()
-
-
 @pytest.fixture
 def disk(tmp_path):
     """A disk of three megabytes."""
@@ -184,6 +140,27 @@ def test_a_full_disk_is_named_and_the_same_command_continues(sweep_file, disk):
     remount(disk, "ro")
     printed = launch(path, "--executor", "local", f"output_root={disk}", "grid.seed=[9]", code=2)
     assert "Read-only file system" in printed and "Traceback" not in printed
+
+
+def test_a_file_that_is_called_like_an_option_does_not_hide_it(sweep_file, tmp_path, monkeypatch):
+    """A hash of its content stands among a run's settings, under its path."""
+    monkeypatch.chdir(tmp_path)
+    Path("seed").write_text("conversations")
+    path = sweep_file(grid={}, train={"seed": 7, "train_file": "seed"})
+    (run,) = plan_sweep(path, []).runs
+    finish_training(run, held_out_loss=1)
+    shown = settings(run)
+    assert shown["seed"] == 7
+    assert shown["file seed"] == sha256(Path("seed"))[:8]
+
+
+@pytest.mark.parametrize("typed", ["./a/m", "a/m/", "a/m"])
+def test_a_model_has_its_label_however_its_path_is_spelt(monkeypatch, typed):
+    monkeypatch.setattr(collect.scoring, "gap", lambda run, task: None)
+    plan = plan_sweep(
+        AXIS, [f"train.model_name_or_path={typed}", f"model_labels={{{typed}: Mine}}"]
+    )
+    assert {row["model"] for row in collect.entries(plan, plan.runs)} == {"Mine"}
 
 
 def test_runs_csv_has_all_runs_of_the_folder_as_the_tables_have(toy_file):

@@ -11,7 +11,6 @@ import yaml
 from sweep_tools import command, launch, prepare
 
 from calibeval import records
-from sweeps.launch import worker
 from sweeps.launch.slurm import submit
 from sweeps.runs import scoring
 from sweeps.runs.events import EventKind
@@ -78,16 +77,6 @@ def test_models_go_where_a_later_launch_keeps_scores_alone(
     assert run.model.exists()  # kept, as this launch asks
     command("launch", path, "--executor", executor, "keep=scores")
     assert run.done and not run.model.exists() and file.exists()
-
-
-def test_a_cancel_says_that_it_does_not_end_a_launch_without_slurm(toy_file, profile, slurm):
-    path = toy_file(grid={}, cluster=profile())
-    run = prepare(path)
-    with locked(plan_sweep(path, []).lock, 1, "busy"):
-        done = command("cancel", path)
-    assert done.returncode == 2 and done.stdout == "cancelled: no job\n"
-    words = f"{run.path.parent}: a launch without Slurm is at it; Ctrl-C there ends it"
-    assert words in done.stderr
 
 
 def test_a_launch_here_that_begins_while_one_on_slurm_waits_keeps_it_from_submitting(
@@ -167,13 +156,3 @@ def test_a_launch_with_nothing_to_submit_still_writes_what_it_asks_for(toy_file,
     assert launched["model_labels"] == {"x": "y"} and launched["keep"] == "scores"
     assert Run(run.path).config().keep == "scores"
     assert plan_sweep(run.path.parent, []).sweep.keep == "scores"
-
-
-@pytest.mark.parametrize(("nodes", "named"), [(1, False), (2, True)])
-def test_nodes_that_do_not_find_each_other_are_told_which_variable_to_set(toy_file, nodes, named):
-    run = prepare(toy_file(grid={}), f"world.nodes={nodes}")
-    lines = [
-        "RuntimeError: Gloo connectFullMesh failed with … gai error: Name or service not known"
-    ]
-    reason = worker._reason(run, 1, lines)
-    assert ("export GLOO_SOCKET_IFNAME=" in reason) == named, reason

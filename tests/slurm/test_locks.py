@@ -65,19 +65,6 @@ def test_a_row_after_one_that_was_cut_off_is_read(tmp_path):
     assert file.read_text().count("\n") == 4  # no empty line
 
 
-def test_a_log_line_may_end_as_on_windows(tmp_path):
-    log = tmp_path / "train.log"
-    log.write_bytes(b"10%\r20%\rerror: no room\r\n30%\r40%\n")
-    assert tail(log, 9) == ["error: no room", "40%"]
-
-
-def test_the_last_zero_bytes_of_a_log_hold_nothing(tmp_path):
-    """The lines of an earlier program would be taken for those of one that printed nothing."""
-    log = tmp_path / "train.log"
-    log.write_text("error: of the attempt before\n")
-    assert tail(log, 9, size=0) == []
-
-
 def test_a_block_that_fails_gives_its_lock_back(tmp_path):
     lock = tmp_path / ".lock"
     with pytest.raises(ValueError, match="inside"), locked(lock, 1, "busy"):
@@ -103,3 +90,16 @@ def test_the_older_folder_is_deleted_only_once_the_new_one_is_in_its_place(tmp_p
     monkeypatch.setattr(shutil, "rmtree", watched)
     replace_folder(source, destination)
     assert seen == {"old": "new"} and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_log_line_may_end_as_on_windows(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_bytes(b"10%\r20%\rerror: no room\r\n30%\r40%\n")
+    assert tail(log, 9) == ["error: no room", "40%"]
+
+
+def test_the_last_zero_bytes_of_a_log_hold_nothing(tmp_path):
+    """The lines of an earlier program would be taken for those of one that printed nothing."""
+    log = tmp_path / "train.log"
+    log.write_text("error: of the attempt before\n")
+    assert tail(log, 9, size=0) == []

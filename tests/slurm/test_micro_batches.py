@@ -76,15 +76,6 @@ def test_updates_do_not_depend_on_how_they_are_computed(
     assert sorted(visited) == list(range(len(lengths)))
 
 
-def test_padded_updates_have_no_more_micro_batches_than_asked_for():
-    data = updates_of_lengths(
-        [5] * 24, 2, per_device_train_batch_size=3, gradient_accumulation_steps=4
-    )
-    for reduce_loss in ("mean", "sum", "token_mean"):
-        data.train_options = data.train_options.model_copy(update={"reduce_loss": reduce_loss})
-        assert MicroBatches(data, data, rank=0, packed=False).per_update == 4
-
-
 def test_rows_of_two_ranks_have_about_equally_many_tokens():
     lengths = [50, 3, 40, 8, 9, 30, 2, 25, 1, 12]
     data = updates_of_lengths(

@@ -5,9 +5,7 @@ import socket
 import pytest
 
 from calibeval.io import InputError
-from sweeps.runs.processes import MEETING_PORT, free_meeting_port, run_checked
-from sweeps.runs.schema import World
-from sweeps.training import starting_ranks
+from sweeps.runs.processes import free_meeting_port, run_checked
 
 
 def words_of(script: str, patience: float = 20) -> str:
@@ -38,16 +36,6 @@ def test_a_controller_that_is_away_is_to_be_asked_again(message):
     assert message.partition("error: ")[2] in words
 
 
-def test_a_tool_that_says_nothing_is_to_be_asked_again():
-    words = words_of("sleep 60", patience=0.2)
-    assert words == "sh does not answer: nothing for 0.2 s; try again in a minute"
-
-
-def test_a_tool_that_is_not_there_sends_to_a_login_node():
-    with pytest.raises(InputError, match="no-such-tool is not on the PATH: type this on a login"):
-        run_checked("no-such-tool")
-
-
 def test_a_port_that_another_program_listens_on_is_passed_over():
     """As where an earlier run's ranks, or another user's program, still has the job's own port."""
     free = free_meeting_port(4711)
@@ -56,14 +44,3 @@ def test_a_port_that_another_program_listens_on_is_passed_over():
         listener.listen()
         assert free_meeting_port(4711) > free
     assert free_meeting_port(4711) == free
-
-
-def test_an_srun_that_was_typed_by_hand_meets_at_the_jobs_own_port(monkeypatch):
-    for name, value in {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_NODES": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(starting_ranks, "first_node_address", lambda: "n1")
-    monkeypatch.delenv(MEETING_PORT, raising=False)
-    two_nodes = World(nodes=2, processes_per_node=1)
-    assert "--master-port=14711" in starting_ranks.meeting_arguments(two_nodes)
-    monkeypatch.setenv(MEETING_PORT, "15000")  # as a worker gives it
-    assert "--master-port=15000" in starting_ranks.meeting_arguments(two_nodes)

@@ -40,10 +40,3 @@ def test_an_epochs_checkpoint_is_progress(run):
         assert run.attempts_without_progress(TRAIN) == 1
         (run.checkpoints / name).mkdir()
         assert run.attempts_without_progress(TRAIN) == 0
-
-
-def test_a_launch_on_slurm_alone_has_a_tag(run):
-    run.note(EventKind.LAUNCHED, tag="a1b2c3")
-    run.note(EventKind.LAUNCHED)
-    run.note(EventKind.BEGAN, stage=TRAIN, job="12_3")
-    assert [event.tag for event in run.events()] == ["a1b2c3", None, None]

@@ -210,32 +210,6 @@ def test_a_folder_tells_its_plan_without_its_backend(toy_file):
 ESCAPE = "\x1b[2J\x9b31m"
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        lambda run: append_event(run.attempts_file, EventKind.ENDED, {"error": f"no{ESCAPE}"}),
-        lambda run: (
-            append_event(run.attempts_file, EventKind.ENDED, {"stopped": True}),
-            run.metrics.write_text(json.dumps({"step": f"1{ESCAPE}"})),
-        ),
-        lambda run: (run.path.parent / "launched.yaml").write_text(
-            f'"{ESCAPE!a}": 1'.replace("'", "")
-        ),
-        lambda run: run.config_file.write_text(f'"{ESCAPE!a}": 1'.replace("'", "")),
-    ],
-    ids=["error", "metrics", "launched.yaml", "config.yaml"],
-)
-@pytest.mark.parametrize("word", ["status", "collect"])
-def test_no_escape_sequence_of_a_file_reaches_the_terminal(toy_file, plant, word):
-    run = prepare(toy_file(grid={}))
-    run.metrics.touch()
-    plant(run)
-    done = command(word, run.path.parent)
-    printed = done.stdout + done.stderr
-    assert "\x1b" not in printed and "\x9b" not in printed
-    assert "Traceback" not in printed, printed
-
-
 def test_no_cell_of_a_sweeps_tables_is_a_formula(toy_file):
     run = prepare(toy_file(grid={}, train={"model_name_or_path": "=cmd"}))
     append_event(run.attempts_file, EventKind.BEGAN, {"stage": TRAIN})

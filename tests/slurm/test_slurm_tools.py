@@ -2,10 +2,8 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import pytest
 from sweep_tools import (
     CLUSTER,
     MARKS,
-    PROJECT,
     command,
     empty,
     launch,
@@ -32,25 +29,6 @@ LONG = {"steps": 1000, "pace": 0.1}
 def submit(path: Path, *overrides: str, code: int = 0) -> str:
     """What a launch on Slurm prints."""
     return launch(path, "--executor", "slurm", *overrides, code=code)
-
-
-def test_cancel_ends_the_runs_that_are_named_and_no_others(cluster, profile, toy_file):
-    path = toy_file(grid={"seed": [1, 2, 3, 4]}, train=LONG, cluster=profile())
-    submit(path)
-    first, second, third, fourth = runs_of(path)
-    done = command("cancel", path, "grid.seed=[2]")
-    assert second.name in done.stdout and done.stdout.count("cancelled") == 1, done.stdout
-    left = f"still queued or running, and not asked for: {first.name}, {third.name}, {fourth.name}"
-    assert left in done.stderr, done.stderr
-    assert f"to cancel all: python -m sweeps cancel {first.path.parent}" in done.stderr
-    shown = command("status", path, "grid.seed=[1,3,4]").stdout
-    assert "stopped" not in shown and "dead" not in shown, shown
-    shown = command("status", path, "grid.seed=[2]").stdout
-    assert "1 stopped" in shown and "To go on: " in shown, shown
-    done = command("cancel", path)
-    assert all(run.name in done.stdout for run in (first, third, fourth)), done
-    assert "the job that makes the tables" in done.stdout and not done.stderr
-    wait_for(empty)
 
 
 def test_what_the_shell_and_the_queue_hold_changes_nothing(
@@ -148,21 +126,6 @@ def queued_name() -> str:
     return next(name for name in names if ".train." in name)
 
 
-def test_a_banner_of_sbatch_is_no_job(cluster, profile, toy_file, tmp_path):
-    path = toy_file(grid={}, train={"steps": 5}, cluster=profile())
-    wrapper = tmp_path / "bin" / "sbatch"
-    wrapper.parent.mkdir()
-    real = shutil.which("sbatch")
-    wrapper.write_text(f'#!/bin/bash\necho "2026: welcome to 99"; {real} "$@"; echo "See you!"\n')
-    wrapper.chmod(0o755)
-    env = {**os.environ, "PATH": f"{wrapper.parent}:{os.environ['PATH']}"}
-    printed = launch(path, "--executor", "slurm", env=env)
-    assert re.search(r"^submitted job \d+: trains 1 run$", printed, re.MULTILINE), printed
-    assert re.search(r"^submitted job \d+: makes the tables$", printed, re.MULTILINE), printed
-    wait_for(empty)
-    assert (path.parent / "out" / "toy" / "results" / "report.html").exists(), logs(tmp_path)
-
-
 @pytest.fixture
 def without_arrays(tmp_path_factory, monkeypatch) -> Iterator[None]:
     """A private Slurm that forbids arrays."""
@@ -223,21 +186,6 @@ def test_a_container_without_slurms_tools_saves_and_comes_back(
     assert "2 stopped" in command("status", path).stdout, logs(tmp_path)
 
 
-def test_a_container_without_slurms_tools_comes_back_after_a_preemption(
-    cluster, profile, toy_file, tmp_path
-):
-    python = f"env PATH={tmp_path}/nothing {sys.executable}"
-    path = toy_file(grid={}, train={**LONG, "save_every": None}, cluster=profile(python=python))
-    submit(path)
-    (run,) = runs_of(path)
-    wait_for(run.metrics.exists)
-    urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
-    subprocess.run([*urgent, "--wrap=srun sleep 3"], check=True)
-    wait_for(empty)
-    assert run.done, logs(tmp_path)
-    assert len(rows(run, "began")) == 2
-
-
 def test_a_container_without_slurms_tools_comes_back_from_the_time_limit(
     cluster, profile, toy_file, tmp_path
 ):
@@ -251,18 +199,6 @@ def test_a_container_without_slurms_tools_comes_back_from_the_time_limit(
     wait_for(lambda: len(rows(run, "began")) == 2)
     command("cancel", path)
     wait_for(empty)
-
-
-def test_a_node_that_cannot_write_the_folder_is_named(cluster, profile, toy_file, tmp_path):
-    """As where the folder is not shared, is read-only there, or was moved."""
-    path = toy_file(grid={}, train={"steps": 5}, cluster=profile(extra=["--hold"]))
-    submit(path)
-    (tmp_path / "out").rename(tmp_path / "moved")
-    subprocess.run("squeue --noheader --format=%A | xargs scontrol release", shell=True, check=True)
-    wait_for(empty)
-    shown = command("status", tmp_path / "moved" / "toy").stdout
-    assert re.search(r"\d+_0 FAILED, exit 0:53: n[12] cannot write /\S+/moved/toy/jobs/", shown)
-    assert "must be at this path on all nodes, and writable there; was it moved?" in shown, shown
 
 
 def test_a_run_saves_whatever_signal_somebody_sends(cluster, profile, toy_file, tmp_path):
@@ -283,15 +219,6 @@ def test_a_run_saves_whatever_signal_somebody_sends(cluster, profile, toy_file, 
     wait_for(lambda: [len(rows(run, "began")) for run in runs] == [1, 2, 2])
     command("cancel", path)
     wait_for(empty)
-
-
-def test_a_run_that_saves_for_too_long_is_told_the_key(cluster, profile, toy_file, tmp_path):
-    keys = {"steps": 5000, "pace": 0.1, "save_every": None, "saving": 400.0}
-    path = toy_file(grid={}, train=keys, cluster=profile(time="1", signal_seconds=20))
-    submit(path)
-    wait_for(empty)
-    shown = command("status", path).stdout
-    assert "TIMEOUT" in shown and "raise the profile's signal_seconds" in shown, shown
 
 
 def test_one_run_is_cancelled_and_launched_again_by_its_folder(
@@ -321,25 +248,3 @@ def test_one_run_is_cancelled_and_launched_again_by_its_folder(
     )
     command("cancel", first.path.parent)
     wait_for(empty)
-
-
-def test_status_follows_and_tells_when_a_run_is_expected_to_start(
-    cluster, profile, toy_file, tmp_path
-):
-    path = toy_file(grid={}, train={"steps": 5}, cluster=profile(extra=["--begin=now+20"]))
-    submit(path)
-    wait_for(lambda: "starts about" in command("status", path).stdout)
-    began = time.monotonic()
-    shown = command("status", path, "--follow").stdout
-    assert "1 queued" in shown and shown.rstrip().endswith("tokens/s"), shown
-    assert time.monotonic() - began > 15
-    wait_for(empty)
-
-
-def test_a_script_that_is_itself_an_array_finds_its_checkout(cluster, tmp_path):
-    words = ["sbatch", "--wait", "--array=0-1", "--mem=500M", f"--output={tmp_path}/%a.out"]
-    script = PROJECT / "slurm" / "sweep_beta.sh"
-    done = subprocess.run([*words, script, "--dry-run"], cwd=tmp_path, check=False)
-    printed = [(tmp_path / f"{index}.out").read_text() for index in (0, 1)]
-    assert done.returncode == 0, printed
-    assert all(f"{tmp_path}/runs/paper/beta: 6 runs" in text for text in printed), printed

@@ -171,15 +171,6 @@ def evidence_of(run: Run, last: Event | None, **known: Any) -> Evidence:
     return Evidence(run=run, last=last, **{**nothing, **known})
 
 
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("last", [None, LAUNCHED, FAILED])
-def test_every_state_has_words_and_fits_its_column(toy_file, state, last):
-    """mypy refuses a state without words where it is described; so does this."""
-    evidence = evidence_of(prepare(toy_file(grid={"seed": [7]})), last)
-    assert isinstance(status.describe(state, evidence), str)
-    assert len(state.value) <= 8
-
-
 @pytest.mark.parametrize(
     ("last", "known", "state"),
     [
@@ -247,34 +238,6 @@ def test_a_run_whose_nodes_are_down_is_told_to_wait_and_which_they_are(submitted
     assert "will not start" not in shown
 
 
-def test_a_held_run_is_told_with_what_releases_it(submitted, slurm_says):
-    path, _ = submitted
-    slurm_says(squeue="14|0|PENDING|toy.train.aaaaaa|launch failed requeued held", sacct="")
-    shown = status.table(plan_sweep(path, []))
-    assert "To let it go: scontrol release 14_0" in shown
-    assert "correct the profile" not in shown
-
-
-def test_tables_that_no_job_will_make_are_told_with_what_to_type(submitted, slurm_says):
-    """As after a scancel of the collect job alone."""
-    path, run = submitted
-    element = "14|0|PENDING|toy.train.aaaaaa|Priority"
-    slurm_says(squeue=element, sacct="")
-    collect = f"python -m sweeps collect {run.path.parent}"
-    advice = f"No collect job is queued; at the end: {collect}"
-    assert status.table(plan_sweep(path, [])).endswith(advice)
-    folder = run.path.parent / "jobs" / "cccccc"
-    folder.mkdir()
-    (folder / "names").touch()
-    slurm_says(squeue=f"{element}\n15|N/A|PENDING|toy.collect.cccccc|Dependency")
-    assert "No collect job" not in status.table(plan_sweep(path, []))
-    # One that will never start, because the array that it waits for failed, is told like a run.
-    never = "15|N/A|PENDING|toy.collect.cccccc|DependencyNeverSatisfied"
-    slurm_says(squeue=f"{element}\n{never}")
-    shown = status.table(plan_sweep(path, []))
-    assert "1 job will not start (DependencyNeverSatisfied)" in shown
-
-
 def test_a_job_whose_list_of_runs_was_cut_is_named_with_what_ends_it(submitted, slurm_says):
     path, run = submitted
     elements = [f"14|{index}|PENDING|toy.train.aaaaaa|Priority" for index in (0, 1)]
@@ -284,14 +247,6 @@ def test_a_job_whose_list_of_runs_was_cut_is_named_with_what_ends_it(submitted, 
     assert reason in status.table(plan_sweep(path, []))
     done = command("cancel", path)
     assert done.returncode == 2 and reason in done.stderr
-
-
-def test_a_long_reason_is_cut_in_the_table_and_whole_below(submitted, slurm_says):
-    path, _ = submitted
-    slurm_says(squeue=f"14|0|PENDING|toy.train.aaaaaa|{DOWN}", sacct="", sinfo="")
-    _, _, row, *below = status.table(plan_sweep(path, [])).splitlines()
-    assert row.endswith("14_0  Nodes required for job are DOWN, DRAINED or reserved for …")
-    assert sum(line.count(DOWN) for line in below) == 1
 
 
 def test_what_runs_on_a_node_that_was_given_up_is_told(submitted, slurm_says):

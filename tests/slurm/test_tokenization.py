@@ -131,35 +131,6 @@ def test_data_without_any_target_is_refused(tiny, tmp_path):
         Updates(train_options, tokens, ranks=1)
 
 
-def test_another_format_makes_every_cache_anew(tiny, tmp_path, monkeypatch):
-    """Texts and tokens: a change of how conversations are read is not hidden by a cache."""
-    path = write_conversations(tmp_path / "format.jsonl", turns("B", "A w1"))
-    (row,), tokenizer = tokenized(tiny, path)
-    assert learned_text(row, tokenizer) == "A w1</s>"
-    monkeypatch.setattr(tokenization, "conversations", lambda *_: [turns("B", "C w2")])
-    (row,), _ = tokenized(tiny, path)
-    assert learned_text(row, tokenizer) == "A w1</s>"  # from the cache
-    monkeypatch.setattr(tokenization, "FORMAT", tokenization.FORMAT + 1)
-    (row,), _ = tokenized(tiny, path)
-    assert learned_text(row, tokenizer) == "C w2</s>"
-
-
-def test_tokens_keep_their_fingerprint(tiny, tmp_path):
-    """Checkpoints name their data by it, so that another one would refuse all of them."""
-    path = write_conversations(tmp_path / "pinned.jsonl", turns("B", "A"))
-    tokenizer = make_tokenizer(tiny_options(tiny))
-    parts = [
-        tokenization.fingerprint(tokenization.sha256(path), None),
-        tokenizer.backend_tokenizer.to_str(),
-        tokenizer.chat_template,
-        tokenizer.special_tokens_map,
-        None,
-        1,
-    ]
-    tokens = tokenize_file(tiny_options(tiny, train_file=str(path)), tokenizer)
-    assert tokens._fingerprint == tokenization.fingerprint(*parts)
-
-
 def test_tokens_are_cached_by_file_template_length_and_number(tiny, tmp_path, monkeypatch):
     path = tmp_path / "chat.jsonl"
     path.write_bytes((tiny / "chat.jsonl").read_bytes())
@@ -321,13 +292,6 @@ def saved_tokenizer(tiny: Path, folder: Path, **changes: Any) -> str:
         setattr(tokenizer, name, value)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-def test_of_several_templates_the_default_is_taken(tiny, tmp_path):
-    template = "{{ messages[0]['content'] }}"
-    templates = {"default": template, "tool_use": "{{ tools }}"}
-    name = saved_tokenizer(tiny, tmp_path / "several", chat_template=templates)
-    assert make_tokenizer(tiny_options(tiny, tokenizer_name=name)).chat_template == template
 
 
 BARE = {"chat_template": "{{ messages }}", "eos_token": None}

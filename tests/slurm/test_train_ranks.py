@@ -239,24 +239,3 @@ def test_a_config_by_which_other_ranks_would_have_other_weights(sweep_file, tiny
     output = train_on_two_ranks(run, exit_code=1)
     assert f"{model}: lm_head.weight has the shape " in output
     assert 'set "cpu_ram_efficient_loading" to false in the file of world.fsdp' in output
-
-
-def test_gradient_checkpointing_gathers_no_weights_twice(sweep_file, tmp_path):
-    """Under FSDP2, whatever transformers warns of; and dropout's masks are drawn again alike."""
-    dropout = {"attention_dropout": 0.1}
-    plain = fsdp_run(sweep_file, tmp_path, "plain", {}, **dropout)
-    checkpointed = fsdp_run(
-        sweep_file, tmp_path, "checkpointed", {}, gradient_checkpointing=True, **dropout
-    )
-    output_of_plain = train_on_two_ranks(plain)
-    output = train_on_two_ranks(checkpointed)
-    assert gatherings(output) == gatherings(output_of_plain)
-    assert "redundant AllGather" not in output
-    assert equal(plain, checkpointed)
-
-
-def gatherings(output: str) -> list[str]:
-    """The lines of cpu_ranks that count gatherings, one a micro-batch, in three updates."""
-    lines = [line for line in output.splitlines() if line.startswith("gatherings: ")]
-    assert lines and len(lines) % 3 == 0
-    return lines

@@ -13,7 +13,6 @@ import torch
 from made_records import read_lines, write_lines, write_records
 from studies.claims import __main__ as claims
 from studies.claims import (
-    contrasts,
     derived,
     gpu_measures,
     parts,
@@ -27,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
 from calibeval import records
-from calibeval.io import InputError, sha256, write_text
+from calibeval.io import InputError, sha256
 from calibeval.measures import evaluations, scaling, stats
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
@@ -61,13 +60,11 @@ NAN = float("nan")
     [
         ({2e-5: (1.2,), 5e-5: (1.3,), 2e-4: (1.5,)}, (1.3, 1.5), 1e-4),  # between two rates
         ({1e-5: (1.2,), 2e-5: (1.6,)}, (1.7,), 2e-5),  # an end of the grid
-        ({1e-5: (1.2,), 2e-5: (1.6,)}, (1.1,), 1e-5),  # the best of the grid
         # 2e-5 has 3.0, but on the other side of the best rate.
         ({1e-5: (2.0,), 2e-5: (3.0,), 5e-5: (1.0,), 1e-4: (2.5,)}, (2.8,), 1e-4),
         # The mean over seeds, not the luckiest one, nor what a diverged seed leaves.
         ({1e-5: (1.5, 1.5), 2e-5: (1.1, 2.1), 5e-5: (1.0, NAN)}, (1.4,), 1e-5),
         ({}, (), "grid"),
-        ({1e-5: (NAN,), 2e-5: (NAN,)}, (1.5,), "grid"),
         ({1e-5: (1.2,), 2e-5: (1.6,)}, (), "recommended"),
         ({1e-5: (1.2,), 2e-5: (1.6,)}, (1.5, NAN), "s1"),  # not the mean of fewer seeds
         ({5e-6: (1.2,), 2e-5: (1.5,), 5e-5: (1.4,), 2e-4: (1.8,)}, (1.45,), "1.5000 at 2e-05"),
@@ -90,15 +87,6 @@ def test_the_rate_of_an_equal_loss_or_what_is_lacking(grid, smoothed, rate, stud
     words = [MODEL, "equal", "entropy-gap"]
     assert claims.main(words, study.runs_folder, study.store) == 2
     assert "not whole: equal;" in capsys.readouterr().err
-
-
-def test_script_refuses_a_template_that_open_instruct_lacks(folders, monkeypatch):
-    """finetune.py would take the tokenizer's own template instead, without a word."""
-    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
-    study = Study("gemma-3-270m", folders / "runs", RecordStore(folders / "records"))
-    overrides = parts.sweep_overrides(study, PART["script"], [])
-    with pytest.raises(InputError, match="chat_template_name"):
-        training.prepare(PART["script"], overrides)
 
 
 def test_no_launch_has_a_run_with_records(study, folders):
@@ -283,38 +271,6 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(
     assert training.train(tiny_study, PART["base-mean"], asked) == 0
 
 
-def test_confidences_by_the_norm_of_the_answers_logits(folders):
-    """Ranks of what Cattelan & Silva divide, one question after another."""
-    write_records(file := folders / "mmlu.jsonl", 300, 1.5, seed=1)
-    run, of = contrasts.with_normalized_logits(file), records.read(file)
-    sure = []
-    for logits, label in zip(of.logprobs, of.labels, strict=True):
-        centred = logits - sum(logits) / len(logits)
-        sure.append((-max(centred) / sum(centred**2) ** 0.5, logits.argmax() != label))
-    wrong = np.array([wrong for _, wrong in sorted(sure)])
-    expected = np.mean(wrong.cumsum() / np.arange(1, 301))
-    assert run.values["choices"]["aurc"] == pytest.approx(expected, abs=1e-9)
-    plain = evaluations.load(file)
-    assert abs(plain.values["choices"]["aurc"] - expected) > 1e-3
-    draws = run.draws["choices"]["aurc"]
-    assert draws.shape == plain.draws["choices"]["aurc"].shape
-    assert np.corrcoef(draws, plain.draws["choices"]["aurc"])[0, 1] > 0.5  # the same resamples
-
-
-def test_a_temperature_by_agreement_is_fitted_where_models_agree(folders):
-    """The tuned model is twice as sharp, and as sure of its own answers where it differs."""
-    write_records(base := folders / "base.jsonl", 300, 1.0, seed=1)
-    rows = read_lines(base)
-    for number, row in enumerate(rows):
-        logits = 2 * np.array(row["logprobs"])
-        if number % 3 == 0:
-            logits = 10 * np.roll(logits, 1)
-        row["logprobs"] = (logits - np.logaddexp.reduce(logits)).tolist()
-        row["letter_mass"] = 1.0
-    tuned = write_lines(folders / "tuned.jsonl", rows)
-    assert derived.agreement_temperature(base, tuned) == pytest.approx(2, abs=1e-3)
-
-
 def add_answers(study: Study, folder: Path, sharpness, tasks=("mmlu",), count=200) -> None:
     """Record answers of known sharpness, by (part, β), of three seeds or of the base model."""
     for (part, beta), sharp in sharpness.items():
@@ -430,36 +386,3 @@ def test_merging_changes_where_records_are_and_not_what_they_say(study, folders)
     write_records(folders / "other.jsonl", 20, 1.0, seed=1)
     with pytest.raises(InputError, match="mmlu was asked in other words"):
         store.add("m", RunRecord("base", "b"), {"mmlu": folders / "other.jsonl"})
-
-
-def test_open_instruct_reads_the_same_conversations(folders):
-    row = {"instruction": "Add", "input": "1 and 2", "output": "3"}
-    write_text(folders / "data/alpaca/alpaca_data.json", json.dumps([row]))
-    training.write_conversations()
-    asked, answer = json.loads((folders / "data/alpaca/messages.jsonl").read_text())["messages"]
-    assert asked == {"role": "user", "content": "Add\n\n### Input:\n1 and 2"}
-    assert answer == {"role": "assistant", "content": "3"}
-
-
-def test_the_base_model_is_asked_the_tasks_of_all_parts(study, folders, monkeypatch):
-    """`high-rate`, which comes first here, asks MMLU alone, and `recommended` five tasks."""
-    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
-    wanted = ["mmlu", "arc-letters", "arc-continuation"]
-    wanted += ["hellaswag-letters", "hellaswag-continuation"]
-    for name in ("high-rate", "recommended"):
-        part = PART[name]
-        overrides = [*parts.sweep_overrides(study, part, []), f"output_root={study.runs_folder}"]
-        plan = plan_sweep(CONFIG, overrides)
-        selections = training.overrides_of_missing_runs(study, part, plan)
-        recorded = {record.origin: record for record in study.store.runs(MODEL)}
-        asked = {task.key for run in plan.baselines for task in run.config().score.tasks}
-        is_complete = "base" in recorded and asked <= recorded["base"].tasks.keys()
-        assert all(("score.base=false" in words) == is_complete for words in selections)
-        (base,) = plan.baselines
-        base.scores.mkdir(parents=True, exist_ok=True)
-        for task in asked:
-            write_records(base.scores / f"{task}.jsonl", 50, 1.5, seed=7)
-        base.done_file.touch()
-        training.keep_records(study, part, plan)
-    (record,) = study.store.runs(MODEL)
-    assert sorted(record.tasks) == sorted(wanted)

@@ -72,16 +72,6 @@ def test_an_answer_is_what_stands_before_its_end():
     assert policy.answer_text(right) is None  # cut off before its end
 
 
-def test_tables_say_which_settings_are_not_paired_by_seed():
-    """Sides with unequal numbers of seeds were compared without pairs, and nothing said so."""
-    one, two = [[0, 1, 2, 0]], [[0, 1, 2, 0], [1, 1, 2, 0]]
-    shares = passk.tables({"one": one}, 2)  # of answers, and of problems with a right one
-    assert "| 0.3750 [" in shares and "| 0.5000 [" in shares
-    said = passk.tables({"one": one, "two": two, "twice": two}, 2)
-    assert "seeds differ: two less one, twice less one.\n" in said
-    assert "Not paired" not in passk.tables({"two": two, "twice": two}, 2)
-
-
 @pytest.mark.parametrize(("gains", "is_shown"), [([10] * 5, False), ([15] * 8, True)])
 def test_few_problems_that_differ_are_counted(gains, is_shown):
     """Five in one direction may be chance (2 · ½⁵ > 0.05), and eight are none."""
@@ -129,16 +119,3 @@ def test_from_nothing_to_the_tables(run, tmp_path, capsys):
     assert all(problem.solved_by(answer) for problem in solved for answer in solved[problem])
     pools = problems.split(solved)
     assert len({*chain(*pools.values())}) == sum(map(len, pools.values())) == len(solved)
-
-
-def test_bad_input_is_named_before_anything_trains(run, tmp_path, capsys):
-    for keys, said in (
-        ({"samples": 0}, "samples is 0"),
-        ({"settings": {"x": {"gamma": 1}}}, "settings.x.gamma"),
-        ({"stepz": 1}, "stepz"),
-        ({"settings": {"start": {}}}, "settings.start: the tables have a row of this name"),
-    ):
-        assert run(**keys) == 2
-        error = capsys.readouterr().err
-        assert said in error and "config.yaml: " in error
-    assert not (tmp_path / "out").exists()

@@ -100,16 +100,6 @@ def test_the_study_in_small(small, tmp_path, capsys):
     assert "| inf  " in printed and "nan" not in printed  # too few are listed
 
 
-def test_one_seed_has_no_deviation_and_none_is_named(small, capsys):
-    """It was "± nan", and no seed at all a traceback."""
-    given = {"sentences": 60, "splits": 4, "k": 20}
-    assert small(study, **given, seeds=[0]) == 0
-    printed = capsys.readouterr().out
-    assert "| all entities" in printed and "±" not in printed
-    assert small(study, **given, seeds=[]) == 2
-    assert "config.yaml: seeds" in capsys.readouterr().err
-
-
 def test_halves_without_a_sentence_of_five_entities_do_not_count():
     """One such half made the mean of all halves NaN."""
 
@@ -119,17 +109,3 @@ def test_halves_without_a_sentence_of_five_entities_do_not_count():
     one_of_many = [certain(("B-A",))] * 5 + [certain(("B-A",) * 5)]
     results = sets.entity_sets(one_of_many, alpha=0.5, splits=20)
     assert results[sets.EACH_ALONE + sets.MANY] == (1, 5)
-
-
-def test_a_row_that_counts_no_sentence_says_so(small, capsys):
-    """It was "nan", without a word, and an infinite size was "inf ± nan"."""
-    assert small(study, sentences=8, seeds=[0, 1], splits=4, k=20) == 0
-    printed = capsys.readouterr().out
-    assert "nan" not in printed
-    assert ["all entities: five and more", "no sentence", "no sentence"] in table_cells(printed)
-
-
-def table_cells(text: str) -> list[list[str]]:
-    """The cells of the rows of a page's only table."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
