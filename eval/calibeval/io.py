@@ -43,6 +43,7 @@ __all__ = [
     "counted",
     "finish",
     "hanging",
+    "import_matplotlib",
     "is_planted_link",
     "json_lines",
     "json_object",
@@ -409,6 +410,20 @@ def progress(name: str, total: int, unit: str = "it") -> "tqdm[NoReturn]":
         delay=PROGRESS_AFTER,
         leave=False,
     )
+
+
+def import_matplotlib() -> None:
+    """Import matplotlib without a `matplotlibrc` of the current folder.
+
+    That folder may be anybody's, and matplotlib reads the file when it is imported, by pandas too:
+    it could name a preamble for LaTeX. So call this before anything that may import it.
+    """
+    folder = os.getcwd()
+    os.chdir("/")
+    try:
+        import matplotlib  # noqa: F401
+    finally:
+        os.chdir(folder)
 
 
 class CommandLine(argparse.ArgumentParser):

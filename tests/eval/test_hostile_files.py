@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import made_records
 import pytest
 
 from calibeval.__main__ import main
@@ -511,3 +512,14 @@ def test_what_a_shell_puts_for_a_star_is_printed_without_control_characters(caps
     with pytest.raises(SystemExit):
         main(["compare", "a.jsonl", "b.jsonl", "z\x1b[2J.jsonl"])
     assert r"z\u001b[2J.jsonl" in capsys.readouterr().err
+
+
+def test_collect_reads_no_matplotlibrc_of_the_current_folder(tmp_path):
+    """pandas imported matplotlib for a table in LaTeX, before `figures.style` did."""
+    made_records.write_records(tmp_path / "r.jsonl", 60, 1.0)
+    row = {"records": "r.jsonl", "dataset": "mmlu", "model": "m", "label_smoothing": 0, "seed": 1}
+    made_records.write_lines(tmp_path / "index.jsonl", [row])
+    os.mkfifo(tmp_path / "matplotlibrc")
+    words = [sys.executable, "-m", "calibeval", "collect", "index.jsonl", "--out", "out"]
+    done = subprocess.run(words, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0

@@ -6,7 +6,6 @@ Each is an SVG for the page and a PNG for slides, 17.5 cm wide, a page's width.
 import contextlib
 import hashlib
 import math
-import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from calibeval.io import atomic_write
+from calibeval.io import atomic_write, import_matplotlib
 from calibeval.measures import AMONG_WORDS, MAIN_ERROR, METRICS, ConfidenceDefinition
 from calibeval.report.index import Results, TableRow
 
@@ -75,16 +74,10 @@ def color(beta: float | None) -> tuple[float, ...]:
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-    """Let figures be drawn in `STYLE`, whatever a `matplotlibrc` of the current folder says.
+    """Let figures be drawn in `STYLE`."""
+    import_matplotlib()
+    import matplotlib
 
-    That folder may be anybody's, and matplotlib reads the file when it is imported.
-    """
-    folder = os.getcwd()
-    os.chdir("/")
-    try:
-        import matplotlib
-    finally:
-        os.chdir(folder)
     with matplotlib.rc_context(STYLE):
         yield
 

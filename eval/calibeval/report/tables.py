@@ -17,7 +17,15 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
 from calibeval.ask.request import DEFAULT_COLUMNS
-from calibeval.io import InputError, counted, one_line, printable, regular_file, write_text
+from calibeval.io import (
+    InputError,
+    counted,
+    import_matplotlib,
+    one_line,
+    printable,
+    regular_file,
+    write_text,
+)
 from calibeval.measures import (
     COMPARED_BY_SQUARE,
     CONFIDENCES,
@@ -181,6 +189,7 @@ class Table:
 
     def latex(self) -> str:
         """Return it as a LaTeX `tabular` (booktabs) for XeLaTeX or LuaLaTeX, without bold."""
+        import_matplotlib()  # pandas does, for its styles
         styled = self.frame(with_bold=False).style.hide(axis="index").format(escape="latex")
         return styled.format_index(escape="latex", axis=1).to_latex(hrules=True)
 
