@@ -1,0 +1,183 @@
+"""The tables of README.md, from the published records."""
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import calibeval
+from calibeval.io import read_text, write_rows, write_text
+from calibeval.measures import COMPARED_BY_SQUARE
+from calibeval.measures.scaling import NoTemperature
+from calibeval.report import index
+from calibeval.report.index import Results
+from calibeval.report.tables import Column, difference_table, printed
+from studies.written.training import HEAD_TASKS, HERE, RECORDS
+
+OUT = Path("runs/written/published")
+PAGE = HERE / "README.md"
+MADE = "<!-- made by python -m studies.written -->"
+UNTIL_HERE = "<!-- until here -->"
+TITLES = {
+    "trivia_qa": "TriviaQA",
+    "nq_open": "NQ-open",
+    "mmlu": "MMLU",
+    "truthfulqa_mc1": "TruthfulQA",
+}
+CONFIDENCES = {
+    "tokens": "likelihood a token",
+    "sum": "likelihood",
+    "p_true": "p(True)",
+    "agreement": "agreement",
+}
+COLUMNS = {
+    "accuracy": "accuracy",
+    "ece": "ECE",
+    "auroc": "AUROC",
+    "brier": "Brier",
+    "accuracy_at_50": "accuracy of the surest half",
+}
+# A difference of ECE is told by that of the squared error, which has an interval.
+(SQUARED_ERROR,) = COMPARED_BY_SQUARE
+TOLD_BY = {"ece": SQUARED_ERROR}
+CURES = {None: "", "temperature": "one temperature", "transformer": "head", "linear": "linear head"}
+
+
+def write_tables() -> None:
+    """Write the tables of all models into README.md."""
+    questions = pd.read_parquet(RECORDS / "questions.parquet")
+    lines: list[str] = []
+    for path in sorted(RECORDS.glob("*.parquet")):
+        if path.stem == "questions":
+            continue
+        answers = pd.read_parquet(path).merge(questions, on=["task", "question"])
+        lines += tables_of(path.stem, answers)
+    before, _, rest = read_text(PAGE).partition(MADE)
+    _, _, after = rest.partition(UNTIL_HERE)
+    text = "\n".join([before + MADE, "", *lines, UNTIL_HERE + after])
+    write_text(PAGE, text)
+
+
+def tables_of(model: str, answers: pd.DataFrame) -> list[str]:
+    """Return the lines of a model's two tables: of each confidence, and of each cure."""
+    folder = OUT / model
+    confidences: list[dict[str, Any]] = []
+    cures: list[dict[str, Any]] = []
+    keys = ["label_smoothing", "seed", "calibrator", "task"]
+    values: Any  # NaN where there is none
+    for values, of_file in answers.groupby(keys, dropna=False, sort=False):
+        *of_run, task = values
+        beta, seed, calibrator = (None if pd.isna(value) else value for value in of_run)
+        rows = records_of(model, of_file)
+        about = {"label_smoothing": beta, "seed": seed, "model": model, "calibrator": calibrator}
+        name = "-".join(str(value) for value in (beta, seed, calibrator, task))
+        if task in HEAD_TASKS:
+            path = written(folder / f"{name}.jsonl", rows)
+            cures.append({**about, "dataset": TITLES[task], "records": path.name})
+            if calibrator is None:
+                halves = at_temperature(folder / f"{name}-temperature.jsonl", rows)
+                if halves is not None:
+                    entry = {"calibrator": "temperature", "records": halves.name}
+                    cures.append({**cures[-1], **entry})
+        if calibrator is None and "p_true" in rows[0]:
+            for confidence, words in CONFIDENCES.items():
+                if confidence in ("tokens", "sum") or confidence in rows[0]:
+                    path = folder / f"{name}-{confidence}.jsonl"
+                    written(path, [read_by(confidence, row) for row in rows])
+                    dataset = f"{TITLES[task]} | {words}"
+                    confidences.append({**about, "dataset": dataset, "records": path.name})
+    heads = ("answers to", "confidence")
+    return [
+        f"## {model}: each confidence",
+        "",
+        *table(written_index(folder, "confidences", confidences), heads),
+        "",
+        f"## {model}: smoothing and temperatures",
+        "",
+        *table(written_index(folder, "cures", cures), ("questions of",)),
+        "",
+    ]
+
+
+def records_of(model: str, answers: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return one run's records of a task, as they were scored but for the samples."""
+    of_run = ["label_smoothing", "seed", "calibrator", "task", "question"]
+    rows = []
+    for row in answers.drop(columns=of_run).to_dict("records"):
+        record: dict[str, Any] = {"model": model}
+        for key, value in row.items():
+            if hasattr(value, "tolist"):
+                record[str(key)] = value.tolist()
+            elif key in ("label", "shots"):
+                record[str(key)] = int(value)
+            elif not pd.isna(value):
+                record[str(key)] = value
+        rows.append(record)
+    return rows
+
+
+def read_by(confidence: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of a written answer whose confidence is this one."""
+    if confidence == "p_true":  # no record's own confidence: it becomes the answer's probability
+        return {**row, "normalise": "sum", "logprobs": [math.log(row["p_true"])]}
+    return {**row, "normalise": confidence}
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write records, and return where."""
+    write_rows(path, rows)
+    return path
+
+
+def at_temperature(path: Path, rows: list[dict[str, Any]]) -> Path | None:
+    """Write the records at a temperature: each half's is fitted on the other half.
+
+    None where there is none, as of answers that are all wrong.
+    """
+    scaled: list[dict[str, Any]] = []
+    for half in (0, 1):
+        fit_on = written(path.with_suffix(f".{1 - half}"), rows[1 - half :: 2])
+        test = written(path.with_suffix(f".{half}"), rows[half::2])
+        out = path.with_suffix(".half")
+        out.unlink(missing_ok=True)
+        try:
+            calibeval.temperature(fit_on, test, out)
+        except NoTemperature:
+            return None
+        scaled += (row for _, row in calibeval.io.json_lines(out))
+    return written(path, scaled)
+
+
+def written_index(folder: Path, name: str, entries: list[dict[str, Any]]) -> Results:
+    """Write an index of record files, and read it."""
+    path = folder / f"{name}.jsonl"
+    write_rows(path, entries)
+    return index.read(path)
+
+
+def table(results: Results, heads: tuple[str, ...]) -> list[str]:
+    """Return a table's lines: a line a data set and row, bold where it differs from β = 0."""
+    chosen = [Column(metric) for metric in COLUMNS]
+    lines = [f"| {' | '.join((*heads, 'β', 'and then', *COLUMNS.values()))} |"]
+    lines.append("|---" * (len(heads) + 2 + len(COLUMNS)) + "|")
+    differences = difference_table(results, chosen)
+    assert differences is not None  # every model was trained at β = 0
+    bold = {}
+    for line in differences.lines:
+        places = product(differences.data_sets, differences.heads)
+        for (data_set, head), cell in zip(places, line.cells, strict=True):
+            bold[id(line.row), data_set, head] = cell.bold
+    for data_set, row in product(results.data_sets, results.rows):
+        if not row.evaluations_of(data_set):
+            continue
+        cells = [data_set, row.text("label_smoothing"), CURES[row.setting.get("calibrator")]]
+        for metric in COLUMNS:
+            told_by = Column(TOLD_BY.get(metric, metric)).difference_heading
+            value = printed(row.estimate(data_set, metric)).value
+            is_bold = bold.get((id(row), data_set, told_by), False)
+            cells.append(f"**{value}**" if is_bold else value)
+        lines.append(f"| {' | '.join(cells)} |")
+    (note,) = (note for note in differences.notes if note.startswith("Bold"))
+    return [*lines, "", f"*{note}*"]

@@ -1,0 +1,59 @@
+"""The study of written answers: its runs, its records, and the page that is made from them."""
+
+import shutil
+
+import pandas as pd
+import pytest
+from studies.written import tables, training
+
+from calibeval import summarize
+from calibeval.io import json_lines, write_rows
+
+
+def test_a_model_has_nine_runs_and_one_before_fine_tuning():
+    plan, _ = training.plan_of("qwen2.5-coder-0.5b")
+    settings = [
+        (training.beta_of(run), run.config().train.get("seed"))
+        for run in (*plan.baselines, *plan.runs)
+    ]
+    expected = [(beta, seed) for seed in range(3) for beta in (0.0, 0.1, 0.2)]
+    assert settings[0][0] is None
+    assert sorted(settings[1:]) == sorted(expected)
+    assert all(run.config().train["learning_rate"] == 2e-5 for run in plan.runs)
+
+
+def test_packed_records_read_as_they_were_scored(tmp_path, monkeypatch):
+    """A count of tokens or a missing agreement must not come back as another type."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "RECORDS", tmp_path / "records")
+    plan, _ = training.plan_of("qwen2.5-coder-0.5b")
+    run = plan.runs[0]
+    rows = []
+    for number in range(60):
+        row = {"id": f"q{number}", "subject": "nq_open", "label": number % 3 % 2, "shots": 5}
+        row.update(scoring="generate", normalise="tokens", prompt_sha256=f"{number:064}")
+        row.update(logprobs=[-0.1 * (number % 7) - 0.1], tokens=[1 + number % 4], p_true=0.25)
+        rows.append({**row, "model": run.name, "answer": "not published"})
+    run.scores.mkdir(parents=True)
+    write_rows(run.scores / "nq_open.jsonl", rows)
+    training.pack("qwen2.5-coder-0.5b")
+    answers = pd.read_parquet(tmp_path / "records" / "qwen2.5-coder-0.5b.parquet")
+    questions = pd.read_parquet(tmp_path / "records" / "questions.parquet")
+    unpacked = tables.records_of("0.5B", answers.merge(questions, on=["task", "question"]))
+    write_rows(tmp_path / "unpacked.jsonl", unpacked)
+    for (_, row), scored in zip(json_lines(tmp_path / "unpacked.jsonl"), rows, strict=True):
+        del scored["answer"]
+        assert row == {**scored, "model": "0.5B"}
+    found = summarize(tmp_path / "unpacked.jsonl")["choices"]
+    assert found == summarize(run.scores / "nq_open.jsonl")["choices"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_page_is_what_the_records_say(tmp_path, monkeypatch):
+    published = tables.PAGE
+    shutil.copy(published, tmp_path / "README.md")
+    monkeypatch.setattr(tables, "PAGE", tmp_path / "README.md")
+    monkeypatch.setattr(tables, "OUT", tmp_path)
+    tables.write_tables()
+    assert (tmp_path / "README.md").read_text() == published.read_text()
