@@ -420,10 +420,9 @@ def test_better_is_what_survives_among_all_comparisons(sharpened):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("subjects", [57, 10])
-def test_intervals_by_subject_cover_subjects_drawn_anew(subjects):
+def test_intervals_by_subject_cover_subjects_drawn_anew():
     """Resamples of questions covered 0.71 with 57 subjects, and 0.27 with ten."""
-    cell = interval_coverage.SubjectCell(subjects, by_subject=True)
+    cell = interval_coverage.SubjectCell(10, by_subject=True)
     covered = cell.run(300, interval_coverage.ESTIMATES)
     assert covered.min().min() >= 0.93 - 2.5 * np.sqrt(0.05 * 0.95 / 300), covered
 

@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -53,35 +54,28 @@ def sharded(model, when):
     return model
 
 
-def work(rank, store, when):
-    faulthandler.dump_traceback_later(240, exit=True)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+def assert_gradients(model, want):
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), want[name], rtol=1e-4, atol=1e-6, msg=name
+        )
+
+
+def check_gradients(when):
     model = tiny()
     want = gradients(model, expected(model, batch(), BETA))
     model = sharded(tiny(), when)
     for _ in range(2):
         model.zero_grad()
         model(**batch()).loss.backward()
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(
-                parameter.grad.full_tensor(), want[name], rtol=1e-4, atol=1e-6, msg=name
-            )
+        assert_gradients(model, want)
     unpatch_model(model)
     torch.testing.assert_close(model(**batch()).loss, tiny()(**batch()).loss)
-    dist.barrier()
 
 
-@pytest.mark.parametrize("when", ["before fully_shard", "on meta", "after fully_shard"])
-def test_gradients(when, tmp_path):
-    mp.spawn(work, (str(tmp_path / "store"), when), RANKS)
-
-
-def train_as_trl_does(rank, store):
-    """TRL makes its loss of the statistics that the model gives it."""
-    faulthandler.dump_traceback_later(240, exit=True)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+def check_trls_loss():
+    """TRL makes its loss of the statistics that the model gives it, and the classifier is gathered
+    for its backward pass."""
     model = tiny()
     want = gradients(model, expected(model, batch(), BETA))
     model = tiny()
@@ -93,22 +87,10 @@ def train_as_trl_does(rank, store):
         fsdp.fully_shard(part, mp_policy=policy)
     outputs = model(**batch(), fused_lm_head=True)
     (-outputs.log_probs.sum() / outputs.label_mask.sum()).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad.full_tensor(), want[name], rtol=1e-4, atol=1e-6, msg=name
-        )
-    dist.barrier()
+    assert_gradients(model, want)
 
 
-def test_the_classifier_is_gathered_for_trls_backward(tmp_path):
-    pytest.importorskip("trl")
-    mp.spawn(train_as_trl_does, (str(tmp_path / "store"),), RANKS)
-
-
-def train_mixture(rank, store, when):
-    faulthandler.dump_traceback_later(240, exit=True)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+def check_a_mixtures_auxiliary_loss(when):
     model = tiny("MixtralForCausalLM", output_router_logits=True)
     outputs = model(**batch())
     plain = torch.nn.functional.cross_entropy(
@@ -117,27 +99,17 @@ def train_mixture(rank, store, when):
     want = outputs.loss - plain + expected(model, batch(), BETA)
     patch_and_shard(model, when)
     torch.testing.assert_close(model(**batch()).loss, want, rtol=1e-4, atol=1e-6)
-    dist.barrier()
 
 
-@pytest.mark.parametrize("when", ["before fully_shard", "after fully_shard"])
-def test_a_mixtures_auxiliary_loss(when, tmp_path):
-    mp.spawn(train_mixture, (str(tmp_path / "store"), when), RANKS)
-
-
-def train_by_accelerate(rank, store):
-    """Of ranks that accelerate gives their weights, the first alone has any until then."""
-    faulthandler.dump_traceback_later(240, exit=True)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    accelerate = pytest.importorskip("accelerate")
+def check_ranks_that_accelerate_gives_their_weights(rank):
+    """Of which the first alone has any until then."""
+    from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     # By itself accelerate shards on accelerators only.
-    accelerate.PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_XPU)
-    accelerate.PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
-    accelerator = accelerate.Accelerator(
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_XPU)
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(
             fsdp_version=2,
             cpu_ram_efficient_loading=True,
@@ -155,12 +127,30 @@ def train_by_accelerate(rank, store):
     optimizer = torch.optim.SGD(model.parameters())
     prepared, _ = accelerator.prepare(model, optimizer)  # FSDP2 wants both
     prepared(**batch()).loss.backward()
-    for name, parameter in prepared.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad.full_tensor(), want[name], rtol=1e-4, atol=1e-6, msg=name
-        )
-    dist.barrier()
+    assert_gradients(prepared, want)
 
 
-def test_ranks_that_accelerate_gives_their_weights(tmp_path):
-    mp.spawn(train_by_accelerate, (str(tmp_path / "store"),), RANKS)
+def work(rank, store):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # which accelerate asks for
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    checks = [
+        partial(check_gradients, "before fully_shard"),
+        partial(check_gradients, "on meta"),
+        partial(check_gradients, "after fully_shard"),
+        check_trls_loss,
+        partial(check_a_mixtures_auxiliary_loss, "before fully_shard"),
+        partial(check_a_mixtures_auxiliary_loss, "after fully_shard"),
+        partial(check_ranks_that_accelerate_gives_their_weights, rank),
+    ]
+    for check in checks:
+        # A rank that waits for one that will never come ends the test, with every thread's stack.
+        faulthandler.dump_traceback_later(240, exit=True)
+        check()
+        dist.barrier()
+
+
+def test_fsdp2_trains_as_one_process(tmp_path):
+    """All in one start of the ranks, which takes longer than what they do."""
+    pytest.importorskip("accelerate")
+    mp.spawn(work, (str(tmp_path / "store"),), RANKS)

@@ -1,6 +1,6 @@
 """Disturb a sweep on real Slurm and see whether it arrives: python tests/slurm/chaos.py DIR
 
-Starts a private Slurm below DIR, trains a sweep of 24 runs once undisturbed on this machine, then
+Starts a private Slurm below DIR, trains a sweep of 16 runs once undisturbed on this machine, then
 launches it there, kills the launch halfway, launches again, and disturbs 30 % of the running
 elements at random moments: warned by signal, preempted with grace, requeued by the administrator,
 trainer or whole element killed with -9; slurmd is restarted twice under the running jobs. Launches
@@ -16,7 +16,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -27,12 +29,13 @@ from sweeps.runs import slurm_queue
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import LiveElement
+from sweeps.training import fit
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 import sweep_tools
 import tiny_world
 
-RUNS = 24
+RUNS = 16
 SHARE = 0.3  # of the runs that are disturbed
 WARNED = "warned by signal"
 TRAINER_KILLED = "kill -9 trainer"
@@ -42,13 +45,13 @@ REQUEUED = "requeued by administrator"
 KINDS = (WARNED, TRAINER_KILLED, PREEMPTED, ELEMENT_KILLED, REQUEUED)
 SLURMD_RESTARTED = "slurmd restart"
 SLURMD_RESTARTS = 2
-STEPS_TO_HIT = (0, 20, 60, 200)  # the saved step at which a run is disturbed
+STEPS_TO_HIT = (0, 20, 60, 100)  # the saved step at which a run is disturbed
 LAUNCHES = 3
 TIME_LIMIT = 1800  # seconds
 
 
 def make_sweep(folder: Path) -> Path:
-    """A tiny world and a sweep over it: 4 learning rates × 6 smoothing factors."""
+    """A tiny world and a sweep over it: 4 learning rates × 4 smoothing factors."""
     tiny_world.main(folder)
     profile = {
         "cpus_per_process": 1,
@@ -63,7 +66,7 @@ def make_sweep(folder: Path) -> Path:
         "train_file": str(folder / "alpaca.jsonl"),
         "model_name_or_path": f"{folder}/model",
         "per_device_train_batch_size": 4,
-        "num_train_epochs": 30,
+        "num_train_epochs": 12,
         "reduce_loss": "sum",
         "clip_grad_norm": 1.0,
         "attention_dropout": 0.1,
@@ -86,6 +89,20 @@ def make_sweep(folder: Path) -> Path:
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(sweep, sort_keys=False))
     return path
+
+
+def train(run: Run) -> None:
+    """Train a run in this process, whose signals are the trainer's from then on."""
+    fit.fit(run)
+
+
+def train_undisturbed(config: Path, folder: Path) -> list[Run]:
+    """Train the same runs without Slurm, one after another in each of two processes."""
+    plan = plan_sweep(config, [f"output_root={folder}"])
+    plan.create()
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        list(pool.map(train, plan.runs))
+    return plan.runs
 
 
 def disturb(kind: str, element: LiveElement, run: Run) -> bool:
@@ -181,7 +198,7 @@ def main(folder: Path) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("SLURM_CONF", None)
     config = make_sweep(folder)
-    undisturbed = sweep_tools.calm(config, folder / "calm")
+    undisturbed = train_undisturbed(config, folder / "calm")
     slurm = folder / "slurm"
     subprocess.run([sweep_tools.CLUSTER, "start", slurm, "grace=30"], check=True)
     os.environ["SLURM_CONF"] = str(slurm / "slurm.conf")

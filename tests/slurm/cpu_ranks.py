@@ -1,7 +1,7 @@
 """`python -m sweeps train` where accelerate shards a model (FSDP) on CPU ranks too.
 
 By itself accelerate does so on accelerators only. Here every rank says that it is one. Each prints
-whether it has read the model's weights.
+whether it has read the model's weights. DeepSpeed leaves its collective of CPU ranks uncompiled.
 """
 
 import os
@@ -12,6 +12,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM
+
+from sweeps.training import sft_config
 
 
 def use_gloo(self: PartialState, *_: object) -> tuple[str, DistributedType]:
@@ -24,6 +26,20 @@ def use_the_cpu(self: PartialState) -> None:
 
 PartialState._prepare_backend = use_gloo
 PartialState.set_device = use_the_cpu
+
+
+start_deepspeed_without_gpu = sft_config.start_deepspeed_without_gpu
+
+
+def start_deepspeed_uncompiled() -> None:
+    """Compiling takes a minute or more, and ranks on GPUs do not use what is compiled."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    start_deepspeed_without_gpu()
+
+
+sft_config.start_deepspeed_without_gpu = start_deepspeed_uncompiled
 
 
 def report_loading() -> None:

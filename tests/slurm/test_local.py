@@ -23,7 +23,6 @@ from sweep_tools import (
     rows,
     runs_of,
     wait_for,
-    write_sweep,
 )
 
 from sweeps import cli
@@ -53,48 +52,30 @@ def without_network() -> tuple[str, ...]:
     return words if possible else ()
 
 
-@pytest.fixture(scope="module")
-def whole_chain(tmp_path_factory, tiny) -> SweepPlan:
-    """A sweep of the real trainer that was launched without a network: base model, two runs."""
-    train = {
-        "model_name_or_path": str(tiny / "model"),
-        "train_file": str(tiny / "chat.jsonl"),
-        "per_device_train_batch_size": 4,
-        "max_train_steps": 2,
-    }
+@pytest.mark.slow
+def test_the_whole_chain_needs_no_network_and_nothing_is_done_twice(sweep_file, tiny):
+    """Of a base model and two runs of the real trainer, of which no model is kept."""
     tasks = [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}]
-    top = {"workers": 2, "score": {"tasks": tasks}, "keep": "scores"}
-    path = write_sweep(tmp_path_factory.mktemp("chain") / "tiny.yaml", train, None, top)
+    train = {"max_train_steps": 2}
+    path = sweep_file(train=train, workers=2, score={"tasks": tasks}, keep="scores")
     printed = launch(path, "--executor", "local", prefix=without_network())
     assert "report: " in printed and "gap: " not in printed
-    return plan_sweep(path, [])
-
-
-@pytest.mark.slow
-def test_the_whole_chain_needs_no_network(whole_chain):
-    for run in whole_chain.baselines_and_runs:
+    plan = plan_sweep(path, [])
+    for run in plan.baselines_and_runs:
         assert run.done and (run.scores / "mmlu.jsonl").exists()
+        assert not run.checkpoints.exists() and not run.model.exists()
         # A program that trains goes on to score.
         stage = "train" if run.config().backend else "score"
         assert [row["stage"] for row in rows(run, "began")] == [stage]
-    results = whole_chain.folder / "results"
+    results = plan.folder / "results"
     for line in (results / "index.jsonl").read_text().splitlines():
         assert (results / json.loads(line)["records"]).exists()
     assert "Runs</h2>" in (results / "report.html").read_text()
 
-
-@pytest.mark.slow
-def test_models_and_checkpoints_that_are_not_kept_are_gone(whole_chain):
-    for run in whole_chain.baselines_and_runs:
-        assert not run.checkpoints.exists() and not run.model.exists()
-
-
-@pytest.mark.slow
-def test_nothing_is_done_twice(whole_chain):
-    before = [run.events() for run in whole_chain.runs]
-    launch(whole_chain.folder, "--executor", "local")  # a sweep's folder names it, too
-    assert [run.events() for run in whole_chain.runs] == before
-    assert "2 done" in command("status", whole_chain.folder).stdout
+    before = [run.events() for run in plan.runs]
+    launch(plan.folder, "--executor", "local")  # a sweep's folder names it, too
+    assert [run.events() for run in plan.runs] == before
+    assert "2 done" in command("status", plan.folder).stdout
 
 
 def test_a_trainer_killed_with_9_starts_again_and_after_its_launch_the_same_command_goes_on(

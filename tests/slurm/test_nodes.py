@@ -41,7 +41,7 @@ TRAIN: dict[str, Any] = {
     "learning_rate": 1e-3,
     "label_smoothing": 0.1,
     "attention_dropout": 0.1,
-    "num_train_epochs": 30,
+    "num_train_epochs": 8,
     "checkpointing_steps": 5,
 }
 
@@ -56,15 +56,9 @@ def ranks_on(run: Run, node: int) -> list[int]:
     return pids
 
 
-@pytest.fixture(scope="module")
-def calm_folder(tmp_path_factory) -> Path:
-    """Where undisturbed runs are, which several tests compare theirs with."""
-    return tmp_path_factory.mktemp("calm")
-
-
-def undisturbed(path: Path, folder: Path) -> Run:
+def undisturbed(path: Path, folder: Path, *overrides: str) -> Run:
     """The same run on one node, with as many ranks, and without Slurm."""
-    overrides = (f"output_root={folder}", *ON_ONE_NODE)
+    overrides = (f"output_root={folder}", *ON_ONE_NODE, *overrides)
     launch(path, "--executor", "local", *overrides)
     (run,) = runs_of(path, *overrides)
     return run
@@ -75,12 +69,44 @@ def submit(path: Path) -> str:
     return launch(path, "--executor", "slurm")
 
 
+def submit_until_it_goes_on(path: Path, run: Run) -> None:
+    """Launch a run again, and wait until it has saved a further step."""
+    step = run.last_saved_step()
+    submit(path)
+    wait_for(lambda: run.last_saved_step() > step)
+
+
+def element_below(folder: Path) -> psutil.Process:
+    """The process of the element whose files are below a folder."""
+    (element,) = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "submitit.core._submit" in (words := process.info["cmdline"] or [])
+        and any(word.startswith(str(folder)) for word in words)  # not of a Slurm beside this one
+    ]
+    return element
+
+
+@pytest.fixture
+def taken_ports() -> Iterator[None]:
+    """Other programs listen at the ports at which the first jobs of a Slurm would meet."""
+    with contextlib.ExitStack() as stack:
+        for port in MEETING_PORTS[:100]:
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # another program listens there indeed
+                listener.bind(("", port))
+                listener.listen()
+        yield
+
+
+@pytest.mark.usefixtures("taken_ports")
 def test_two_nodes_train_as_one_with_two_processes_whatever_happens(
-    cluster, profile, sweep_file, tmp_path, calm_folder
+    cluster, profile, toy_file, tmp_path
 ):
-    """A rank is killed, the job is cancelled, launched again and warned of its time limit: nobody
-    is left behind, and the weights are bit for bit those of one node."""
-    path = sweep_file(grid={}, train=TRAIN, world=TWO_NODES, cluster=profile(memory_per_node="1G"))
+    """A rank is killed, the job is cancelled, its element is killed, and it is warned of its time
+    limit: nobody is left behind on either node, and the weights are those of one."""
+    train = {"steps": 400, "pace": 0.1}
+    path = toy_file(grid={}, train=train, world=TWO_NODES, cluster=profile(memory_per_node="1G"))
     shown = launch(path, "--executor", "slurm", "--dry-run")
     assert "JOB0 trains 1 run: --nodes=2 --time=20:00 --cpus-per-task=1 --mem=1G" in shown, shown
     submit(path)
@@ -99,20 +125,23 @@ def test_two_nodes_train_as_one_with_two_processes_whatever_happens(
     assert not programs(run)
     assert "1 stopped" in command("status", path).stdout
 
-    step = run.last_saved_step()
-    submit(path)
-    wait_for(lambda: run.last_saved_step() > step)
+    submit_until_it_goes_on(path, run)
+    assert len(ranks_on(run, 0)) == len(ranks_on(run, 1)) == 1
+    element_below(tmp_path).kill()
+    wait_for(empty)
+    assert not programs(run)
+    shown = command("status", path).stdout
+    assert "1 dead" in shown and re.search(r"\d+_0 FAILED, exit .*, step \d+/400", shown), shown
+
+    submit_until_it_goes_on(path, run)
     job = rows(run, "began")[-1]["job"]
     subprocess.run(["scancel", "--signal=USR2", "--batch", job], check=True)
     wait_for(empty)
     assert run.done, logs(tmp_path)
     jobs = [row["job"] for row in rows(run, "began")]
-    assert jobs[0] == jobs[1] != jobs[2] == jobs[3] == job
+    assert jobs[0] == jobs[1] != jobs[2] != jobs[3] == jobs[4] == job
     assert not programs(run)
-    printed = (run.path / "train.log").read_text()
-    assert printed.count("data: 64 conversations") == 4  # not once on each node
-    assert printed.count("resumed: step ") == 3
-    assert equal(run, undisturbed(path, calm_folder))
+    assert equal(run, undisturbed(path, tmp_path / "calm", "train.pace=0"))
 
 
 def test_a_command_that_is_warned_saves_and_goes_on(cluster, profile, command_file, hold, tmp_path):
@@ -133,13 +162,33 @@ def test_a_command_that_is_warned_saves_and_goes_on(cluster, profile, command_fi
     assert (run.model / "state").read_text() == toy_weights(0.1, 1)
 
 
-def test_a_second_node_without_its_slurmd_is_left_and_the_run_goes_on(
-    cluster, impatient, profile, sweep_file, tmp_path, calm_folder
+def sharding(how: str, folder: Path) -> dict[str, str]:
+    """The file of `world:` that shards a run, which DeepSpeed's must also do without a GPU."""
+    if how == "fsdp2":
+        return {"fsdp": str(PROJECT / "configs" / "fsdp" / "fsdp2.json")}
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    file = folder / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 1.0}))
+    return {"deepspeed": str(file)}
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "zero3"])
+def test_a_second_node_without_its_slurmd_is_left_and_a_sharded_run_goes_on(
+    cluster, impatient, profile, sweep_file, tmp_path, monkeypatch, how
 ):
     """Slurm gives the node up and requeues the job, while nothing there hears of it. The first
     node, where the element is, is lost in test_slurm.py."""
-    short = {**TRAIN, "num_train_epochs": 8}
-    path = sweep_file(grid={}, train=short, world=TWO_NODES, cluster=profile(memory_per_node="1G"))
+    monkeypatch.setenv("DS_BUILD_OPS", "0")
+    variables = ["OMP_NUM_THREADS", "PYTHONPATH", "DS_BUILD_OPS"]
+    path = sweep_file(
+        grid={},
+        train=TRAIN,
+        world={**TWO_NODES, **sharding(how, tmp_path)},
+        backend="toy.sharding_backend",
+        cluster=profile(memory_per_node="2G", pass_environment=variables),
+    )
     submit(path)
     (run,) = runs_of(path)
     wait_for(lambda: run.last_saved_step() >= 5)
@@ -163,81 +212,7 @@ def test_a_second_node_without_its_slurmd_is_left_and_the_run_goes_on(
     assert run.done, logs(tmp_path)
     second = rows(run, "began")[-1]
     assert second["job"] == began["job"] and second["progress"][0] == step
-    assert equal(run, undisturbed(path, calm_folder))
-
-
-def sharding(how: str, folder: Path) -> dict[str, str]:
-    """The file of `world:` that shards a run, which DeepSpeed's must also do without a GPU."""
-    if how == "fsdp2":
-        return {"fsdp": str(PROJECT / "configs" / "fsdp" / "fsdp2.json")}
-    if find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
-    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
-    file = folder / "zero.json"
-    file.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 1.0}))
-    return {"deepspeed": str(file)}
-
-
-@pytest.mark.parametrize("how", ["fsdp2", "zero3"])
-def test_two_nodes_shard_a_run_as_one_does(
-    cluster, profile, sweep_file, tmp_path, monkeypatch, how
-):
-    """And go on with its shards once an administrator has put the job back into the queue."""
-    monkeypatch.setenv("DS_BUILD_OPS", "0")
-    variables = ["OMP_NUM_THREADS", "PYTHONPATH", "DS_BUILD_OPS"]
-    path = sweep_file(
-        grid={},
-        train={**TRAIN, "num_train_epochs": 8},
-        world={**TWO_NODES, **sharding(how, tmp_path)},
-        backend="toy.sharding_backend",
-        cluster=profile(memory_per_node="2G", pass_environment=variables),
-    )
-    submit(path)
-    (run,) = runs_of(path)
-    wait_for(lambda: run.last_saved_step() >= 5)
-    job = rows(run, "began")[0]["job"]
-    subprocess.run(["scontrol", "requeue", job], check=True)
-    wait_for(empty)
-    assert run.done, logs(tmp_path)
-    assert [row["exit"] for row in rows(run, "ended")] == [75, 0]
-    assert equal(run, undisturbed(path, tmp_path / "calm"))
-
-
-@pytest.fixture
-def taken_ports() -> Iterator[None]:
-    """Other programs listen at the ports at which the first jobs of a Slurm would meet."""
-    with contextlib.ExitStack() as stack:
-        for port in MEETING_PORTS[:100]:
-            listener = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):  # another program listens there indeed
-                listener.bind(("", port))
-                listener.listen()
-        yield
-
-
-@pytest.mark.usefixtures("taken_ports")
-def test_nobody_outlives_an_element_that_is_killed(cluster, profile, toy_file, tmp_path):
-    """On neither node, and a launch goes on."""
-    train = {"steps": 100, "pace": 0.1}
-    path = toy_file(grid={}, train=train, world=TWO_NODES, cluster=profile())
-    submit(path)
-    (run,) = runs_of(path)
-    wait_for(lambda: run.last_saved_step() >= 10)
-    pids = [*ranks_on(run, 0), *ranks_on(run, 1)]
-    assert len(pids) == 2
-    (element,) = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "submitit.core._submit" in (words := process.info["cmdline"] or [])
-        and any(word.startswith(str(tmp_path)) for word in words)  # not of a Slurm beside this one
-    ]
-    element.kill()
-    wait_for(empty)
-    assert not programs(run)
-    assert not run.done
-    shown = command("status", path).stdout
-    assert "1 dead" in shown and re.search(r"\d+_0 FAILED, exit .*, step \d+/100", shown), shown
-    submit(path)
-    wait_for(empty)
-    assert run.done, logs(tmp_path)
+    printed = (run.path / "train.log").read_text()
+    assert printed.count("data: 64 conversations") == 2  # not once on each node
+    assert printed.count("resumed: step ") == 1
     assert equal(run, undisturbed(path, tmp_path / "calm"))

@@ -139,7 +139,7 @@ def test_a_requeue_waits_for_the_controller(cluster, profile, toy_file, tmp_path
         shown = command("status", path).stdout
         assert "1 unknown" in shown and "what is queued is not known" in shown, shown
         assert time.monotonic() - began < 60
-        time.sleep(15)
+        wait_for(lambda: re.search(r"scontrol requeue .*; again in", logs(tmp_path)))
     finally:
         subprocess.run([CLUSTER, "start-slurmctld", cluster], check=True)
     wait_for(empty)
@@ -172,22 +172,21 @@ def test_a_run_leaves_a_node_without_its_slurmd_before_that_is_back(
     assert equal(run, *calm(path, tmp_path / "calm"))
 
 
-@pytest.mark.parametrize("how", ["killed", "timed out"])
 def test_what_sbatch_took_runs_once_though_its_answer_was_lost(
-    cluster, profile, toy_file, tmp_path, how
+    cluster, profile, toy_file, tmp_path
 ):
     # Slow enough that the runs are still there when the second launch looks, on a busy machine too.
     train = {"steps": 5, "pace": 3.0}
     path = toy_file(grid={"seed": [1, 2]}, train=train, cluster=profile())
     lost = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
-    then = {"killed": "kill -9 $PPID", "timed out": f"echo '{lost}' >&2; exit 1"}[how]
     odd = tmp_path / "bin" / "sbatch"
     odd.parent.mkdir()
-    odd.write_text(f'#!/bin/bash\nrm "$0"; sbatch "$@" > /dev/null\n{then}\n')  # once
+    once = 'rm "$0"; sbatch "$@" > /dev/null'
+    odd.write_text(f"#!/bin/bash\n{once}\necho '{lost}' >&2; exit 1\n")
     odd.chmod(0o755)
     env = os.environ | {"PATH": f"{odd.parent}:{os.environ['PATH']}"}
     done = command("launch", path, "--executor", "slurm", env=env)
-    assert done.returncode and ("timed out" in done.stderr) == (how == "timed out"), done.stderr
+    assert done.returncode and "timed out" in done.stderr, done.stderr
     shown = command("status", path).stdout
     assert re.search(r"2 runs: (2|1 running · 1) (queued|running)\n", shown), shown
     again = submit(path)
@@ -344,5 +343,5 @@ def test_accounts_partitions_and_limits_are_named_with_what_there_is(
 
 
 def test_chaos(tmp_path):
-    """24 runs, 30 % of them disturbed: all arrive, with the undisturbed weights."""
+    """16 runs, 30 % of them disturbed: all arrive, with the undisturbed weights."""
     subprocess.run([sys.executable, Path(__file__).with_name("chaos.py"), tmp_path], check=True)

@@ -23,15 +23,20 @@ def status(path: Path) -> str:
     return command("status", path).stdout
 
 
-@pytest.fixture
-def narrow(tmp_path_factory, monkeypatch) -> Iterator[Path]:
-    """A private Slurm whose arrays hold four elements and whose queue holds twelve jobs."""
+@pytest.fixture(scope="module")
+def narrow_slurm(tmp_path_factory) -> Iterator[Path]:
+    """The folder of a private Slurm with arrays of four elements and a queue of twelve jobs."""
     folder = tmp_path_factory.mktemp("narrow")
     options = ("nodes=2", "array=4", "jobs=12", "age=2")
     subprocess.run([CLUSTER, "start", folder, *options], check=True)
-    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     yield folder
     subprocess.run([CLUSTER, "stop", folder], check=True)
+
+
+@pytest.fixture
+def narrow(narrow_slurm, monkeypatch) -> None:
+    """Commands of the test ask the narrow Slurm."""
+    monkeypatch.setenv("SLURM_CONF", str(narrow_slurm / "slurm.conf"))
 
 
 def test_more_runs_than_an_array_may_have_are_split(narrow, profile, toy_file, tmp_path, hold):

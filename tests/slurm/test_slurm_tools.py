@@ -168,37 +168,26 @@ def test_where_there_are_no_arrays_each_run_is_a_job(
 def test_a_container_without_slurms_tools_saves_and_comes_back(
     cluster, profile, toy_file, tmp_path
 ):
-    """Its scontrol is that of the batch script, outside of it. The last element of an array has the
-    array's own number, by which Slurm would requeue all elements."""
+    """Its scontrol is that of the batch script, outside of it, which must outlive Slurm's TERM at
+    the time limit. The last element of an array has the array's own number, by which Slurm would
+    requeue all elements."""
     python = f"env PATH={tmp_path}/nothing {sys.executable}"
-    train = {**LONG, "steps": 1000}
-    path = toy_file(grid={"seed": [1, 2]}, train=train, cluster=profile(python=python))
-    submit(path)
-    first, last = runs_of(path)
-    wait_for(lambda: min(first.last_saved_step(), last.last_saved_step()) >= 5)
-    label = rows(last, "began")[0]["job"]
-    subprocess.run(["scancel", "--signal=USR2", label], check=True)
-    wait_for(lambda: len(rows(last, "began")) == 2)
-    assert rows(last, "began")[1]["job"] == label
-    assert not rows(first, "ended"), logs(tmp_path)
-    command("cancel", path)
-    wait_for(empty, seconds=60)
-    assert "2 stopped" in command("status", path).stdout, logs(tmp_path)
-
-
-def test_a_container_without_slurms_tools_comes_back_from_the_time_limit(
-    cluster, profile, toy_file, tmp_path
-):
-    """Slurm's TERM at the limit reaches the batch script, too, which must outlive it."""
-    python = f"env PATH={tmp_path}/nothing {sys.executable}"
-    train = {"pace": 0.1, "steps": 2000, "deaf": True}
     limit = profile(python=python, time="1", signal_seconds=25)
-    path = toy_file(grid={}, train=train, cluster=limit)
+    train = {"pace": 0.1, "steps": 2000}
+    path = toy_file(grid={"deaf": [True, False]}, train=train, cluster=limit)
     submit(path)
-    (run,) = runs_of(path)
-    wait_for(lambda: len(rows(run, "began")) == 2)
+    late, warned = runs_of(path)
+    wait_for(lambda: rows(late, "began") and warned.last_saved_step() >= 5)
+    label = rows(warned, "began")[0]["job"]
+    subprocess.run(["scancel", "--signal=USR2", label], check=True)
+    wait_for(lambda: len(rows(warned, "began")) >= 2)
+    assert {row["job"] for row in rows(warned, "began")} == {label}
+    wait_for(lambda: len(rows(late, "began")) >= 2)
+    (log,) = tmp_path.rglob(f"{rows(late, 'began')[0]['job']}_0_log.out")
+    assert "TIME LIMIT" in log.read_text(), logs(tmp_path)
     command("cancel", path)
     wait_for(empty)
+    assert "2 stopped" in command("status", path).stdout, logs(tmp_path)
 
 
 def test_a_run_saves_whatever_signal_somebody_sends(cluster, profile, toy_file, tmp_path):
