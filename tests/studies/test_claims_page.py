@@ -1,8 +1,9 @@
 """The page of claims quotes its appendix, and the appendix is what the published records say."""
 
+from functools import cache
+
 import pytest
 from studies.claims import appendix, derived
-from studies.claims.answers import unpack_scored_runs
 from studies.claims.appendix import LARGE, SMALL, Says, verdict
 from studies.claims.contrasts import Difference
 from studies.claims.parts import HERE, Study
@@ -35,29 +36,25 @@ def test_a_verdict_follows_from_intervals(says, choices, tokens, expected):
     assert verdict(says, differences) == expected
 
 
+@pytest.fixture(scope="module")
+def runs_of(tmp_path_factory):
+    """The runs of a model with their answers, which are unpacked once."""
+    folder = tmp_path_factory.mktemp("claims")
+    return cache(lambda model: derived.answered_runs(Study(model, folder)))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_claims_on_a_model_and_the_pages_table_are_what_the_records_say(tmp_path):
-    """Of the smaller model alone: those on the larger one take five minutes, by the same lines."""
-    runs = unpack_scored_runs(Study(SMALL, tmp_path))
-    uncorrected = page("APPENDIX.md").replace(" ✓", "")
-    for claim in appendix.CLAIMS:
-        if claim.model == SMALL:
-            differences = appendix.differences_of(claim, lambda model: runs)
-            told = [appendix.told(each.estimate) for each in differences.values()]
-            row = f"| {claim.words} | {verdict(claim.says, differences)} | {' | '.join(told)} |"
-            assert row in uncorrected
+def test_the_claims_and_the_pages_table_are_what_the_records_say(runs_of):
+    assert "\n".join(appendix.table_of_claims(runs_of)) in page("APPENDIX.md")
     labels = {LARGE: "Qwen2.5-Coder 1.5B", SMALL: "Qwen2.5-Coder 0.5B"}
-    table = appendix.table_of_the_page(labels, {LARGE: [], SMALL: runs}.__getitem__)
-    rows = table.splitlines()[2:]
-    assert len(rows) == 7
-    assert set(rows) <= set(page("README.md").splitlines())
+    table = appendix.table_of_the_page(labels, runs_of)
+    assert appendix.with_table(page("README.md"), table) == page("README.md")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_models_tables_are_what_the_records_say(tmp_path):
-    """With the answers that are derived of others, of a model that has few."""
+def test_a_models_tables_are_what_the_records_say(runs_of):
     model = "smollm2-135m"
-    lines = appendix.tables_of_model(model, derived.answered_runs(Study(model, tmp_path)))
+    lines = appendix.tables_of_model(model, runs_of(model))
     assert "\n".join(lines) in page("APPENDIX.md")
