@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibeval import compare, records, summarize
 from calibeval.ask import written
-from calibeval.ask.engines import Writing
+from calibeval.ask.engines import Writing, hf_writing
 from calibeval.ask.engines.hf import TransformersEngine
 
 PIECES = (
@@ -147,6 +147,27 @@ def test_samples_are_of_the_models_own_probabilities(tiny_model, tmp_path):
     shares = torch.bincount(drawn, minlength=len(expected)) / len(samples)
     assert (shares - expected).abs().sum() < 0.3  # 0.2 by chance
     assert engine.model.generation_config.top_k == 1
+
+
+def test_likeliest_answers_are_the_same_however_many_tokens_are_written_at_once(
+    tiny_model, monkeypatch
+):
+    """Stop texts of several tokens, or with a space at the end, may begin in the part before."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    contexts = [tuple(tokenizer(f"the law of {word}")["input_ids"]) for word in WORDS.split()[:7]]
+    found = []
+    for tokens_at_once, batch_size in ((12, 7), (1, 3), (5, 1)):
+        monkeypatch.setattr(hf_writing, "TOKENS_AT_ONCE", tokens_at_once)
+        engine = TransformersEngine(str(tiny_model), batch_size=batch_size)
+        for stop in (("\n",), ("s ",), ("th", "of")):
+            how = Writing(max_tokens=12, stop=stop)
+            found.append([answer for (answer,) in engine.write(contexts, how, tokenizer)])
+    assert found[:3] == found[3:6] == found[6:]
+    for answers, stop in zip(found, (("\n",), ("s ",), ("th", "of")), strict=False):
+        for answer in answers:
+            *begun, _ = answer.tokens
+            assert not any(text in tokenizer.decode(begun) for text in stop)
+    assert any(not answer.is_cut for answers in found for answer in answers)
 
 
 def test_a_killed_run_ends_with_the_same_bytes(task, tiny_model, tmp_path, monkeypatch):

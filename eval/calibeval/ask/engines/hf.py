@@ -7,7 +7,6 @@
 `token_tree` lays a batch out; `hf_model` loads models and says what their attention allows.
 """
 
-import copy
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,11 +25,12 @@ from calibeval.ask.engines.hf_model import (
     load_model,
     stretches_positions,
 )
-from calibeval.ask.engines.token_tree import common_prefix, lay_out, separate_choices
+from calibeval.ask.engines.hf_writing import Prefix
+from calibeval.ask.engines.token_tree import PADDING, common_prefix, lay_out, separate_choices
 from calibeval.ask.request import Precision
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -45,19 +45,20 @@ ATTENTION_KERNELS = [
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a batch takes at most."""
+    """What a batch takes at most, where a GPU has 16 GB."""
 
     tokens: int = 2**14  # computed in a forward
     cache_bytes: int = 2**32  # for keys and values
     logits: int = 2**29  # numbers, some 3 GB in bfloat16 and float32
 
-
-@dataclass(frozen=True)
-class Prefix:
-    """What the model keeps of the tokens that a group of prompts shares."""
-
-    length: int = 0
-    cache: "Cache | None" = None
+    def on(self, device: torch.device) -> "BatchLimits":
+        """Return the limits for a device: as many times these as its memory is 16 GB."""
+        if device.type != "cuda":
+            return self
+        times = torch.cuda.get_device_properties(device).total_memory / 2**34
+        return BatchLimits(
+            int(times * self.tokens), int(times * self.cache_bytes), int(times * self.logits)
+        )
 
 
 class Answer(NamedTuple):
@@ -150,18 +151,25 @@ class TransformersEngine:
                 if len(scores_of_job) == len(set(branches)):
                     yield job.index, [scores_of_job[branch] for branch in branches]
 
+    @torch.inference_mode()
     def write(
         self, contexts: Sequence[Tokens], how: Writing, tokenizer: "PreTrainedTokenizerBase"
     ) -> list[list[Written]]:
         """Return `how.count` answers to each context, in batches of their order."""
-        width = max(len(context) for context in contexts) + how.max_tokens
-        most = self.limits.tokens // (width * how.count)
+        prefix = self._read_prefix([Job(0, context, ((PADDING,),)) for context in contexts])
+        longest = max(len(context) for context in contexts)
+        limits = self.limits.on(self.device)
+        rows = min(
+            limits.tokens // (longest - prefix.length),
+            limits.cache_bytes // ((longest + how.max_tokens) * self.cache_bytes_per_token),
+            limits.logits // self.vocabulary,
+        )
         if self.batch_size is not None:
-            most = min(most, self.batch_size)
+            rows = min(rows, self.batch_size * how.count)
         head = self.model.get_output_embeddings()
         hook = head.register_forward_hook(compute_in_float32)
         try:
-            return hf_writing.write(self.model, contexts, how, tokenizer, max(most, 1))
+            return hf_writing.write(self.model, contexts, how, tokenizer, max(rows, 1), prefix)
         finally:
             hook.remove()
 
@@ -306,9 +314,7 @@ class TransformersEngine:
         mask = None
         if layout.visible is not None:
             mask = self._additive_mask(layout.visible, prefix)
-        cache = copy.deepcopy(prefix.cache)
-        if cache is not None:
-            cache.batch_repeat_interleave(len(jobs))
+        cache = prefix.of_rows(len(jobs))
         with self._output_layer_at(self._to_device(layout.places)):
             output = self.forward(
                 tokens,
