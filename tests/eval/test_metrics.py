@@ -193,3 +193,21 @@ def test_hendrycks_bins_do_not_split_equal_confidences():
     assert definitions.rms_hendrycks(Sample.observed(rounded))[0] == pytest.approx(
         expected, abs=1e-9
     )
+
+
+def test_auroc_is_its_definition():
+    scores = scored(*draw(301, 8, calibrated=True))
+    right = scores.confidence[scores.correct == 1][:, None]
+    wrong = scores.confidence[scores.correct == 0]
+    expected = (right > wrong).mean() + (right == wrong).mean() / 2
+    assert definitions.auroc(Sample.observed(scores))[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("choices", [2, 3, 4, 5, 6, 10, 15])
+def test_a_bin_holds_its_lower_edge(choices):
+    """A confidence of 1/K that is an edge belongs above it, whatever its last digits."""
+    below = np.full((1, choices), 1 / choices)
+    for nudge in (-2e-16, 0, 2e-16):
+        logprobs = np.log(below + nudge)
+        count = Sample.observed(Scores(logprobs, np.array([0]))).bins.count[0]
+        assert count.argmax() == 15 // choices

@@ -343,3 +343,16 @@ def test_examples_are_turns_unless_said_otherwise(command, tmp_path, run, interr
     command += ["--chat-template", template]
     interrupted(18, command)
     assert "18/60" in run(*command, "--few-shot", "turns").err
+
+
+def test_files_that_another_process_takes_away_are_written(command, tmp_path, run, monkeypatch):
+    make_record = scoring.make_record
+
+    def take_files_away(*arguments):
+        for file in tmp_path.glob("r.jsonl*"):
+            file.unlink()
+        return make_record(*arguments)
+
+    monkeypatch.setattr(scoring, "make_record", take_files_away)
+    run(*command)
+    assert len(read_lines(tmp_path / "r.jsonl")) == 60

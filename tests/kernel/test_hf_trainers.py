@@ -445,3 +445,15 @@ def test_trls_trainer_with_adapters_in_any_order(patched_first, sft):
     model = patch_model(tiny(), label_smoothing=BETA) if patched_first else tiny()
     assert len(want) == 3
     assert trained(model, True) == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("first", ["trainer", "patch_model"])
+def test_trls_trainer_of_a_dispatched_model(first, sft):
+    """TRL puts its forward around that of accelerate's hook, which has to stay."""
+    want, _ = history(patch_trainer(sft(tiny()), label_smoothing=BETA))
+    model = accelerate.dispatch_model(tiny(), {"": "cpu"}, force_hooks=True)
+    if first == "patch_model":
+        patch_model(model, label_smoothing=BETA)
+    found, _ = history(patch_trainer(sft(model), label_smoothing=BETA))
+    assert found == pytest.approx(want, rel=1e-6)
+    assert "_hf_hook" in vars(model)
