@@ -410,3 +410,10 @@ def test_what_a_task_cannot_be_asked_is_refused(tmp_path, task, options, key):
 def test_ids_may_be_numbers(tmp_path):
     (subject,) = load("jsonl", write_lines(tmp_path / "q.jsonl", [{**SKY, "id": 7}]))
     assert subject.questions[0].id == "7"
+
+
+def test_hellaswags_markers_are_taken_out():
+    assert (
+        task_files.clean_markers("Ski: [header] How [title] Go  on. [step] Now")
+        == "Ski: How. Go on. Now"
+    )
