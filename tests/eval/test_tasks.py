@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from made_records import write_lines
 
-from calibeval.ask import prompts, tasks
+from calibeval.ask import prompts, task_files, tasks
 from calibeval.ask.questions import Subject
 from calibeval.ask.request import Task
 from calibeval.io import InputError
