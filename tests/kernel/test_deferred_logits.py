@@ -272,13 +272,18 @@ def test_a_model_that_accelerate_has_unwrapped(tmp_path):
     torch.testing.assert_close(plain.loss, tiny()(**batch()).loss)
 
 
-def test_a_model_with_hooks_of_accelerates():
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_with_hooks_of_accelerates(when):
     """As `device_map` puts them on; whoever puts them on again leaves the patch in place."""
     accelerate = pytest.importorskip("accelerate")
     want = patch_model(tiny(), label_smoothing=BETA)(**batch()).loss
-    model = accelerate.dispatch_model(tiny(), {"": "cpu"}, force_hooks=True)
-    patch_model(model, label_smoothing=BETA)
+    model = tiny()
+    if when == "after":
+        patch_model(model, label_smoothing=BETA)
     model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    if when == "before":
+        patch_model(model, label_smoothing=BETA)
+        model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
     torch.testing.assert_close(model(**batch()).loss, want)
     unpatch_model(model)
     torch.testing.assert_close(model(**batch()).loss, tiny()(**batch()).loss)
