@@ -134,7 +134,6 @@ def test_training_lowers_the_loss_and_leaves_the_model(
     ("options", "expected"),
     [
         (("--alpha", "1.5"), "--alpha 1.5: expected a number from 0 to 1"),
-        (("--data", "nothing.json"), "nothing.json"),
         (("--data", "{rows}"), "expected a JSON list of objects with the texts instruction"),
         (("--out", "{rows}"), "is there already"),
     ],

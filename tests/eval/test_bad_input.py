@@ -42,14 +42,6 @@ def test_malformed_csv(mmlu, command, refused, spoil, expected):
     assert expected in message
 
 
-def test_not_csv_and_not_utf8(mmlu, command, refused):
-    path = mmlu / "test" / "light_test.csv"
-    path.write_text('"a question that never ends,A,B')
-    assert "line 1: not CSV" in refused(*command)
-    path.write_bytes("a\né".encode("latin-1"))
-    assert f"{path}: not UTF-8 text (byte 0xe9)" in refused(*command)
-
-
 def test_too_few_examples(mmlu, command, refused):
     assert "light: 5 examples, but --shots 6" in refused(*command, "--shots", "6")
     (mmlu / "dev" / "light_dev.csv").unlink()
@@ -149,7 +141,6 @@ HUGE_NUMBER = "-" + "9" * 5000
     [
         ("{", "line 2: not JSON (Expecting property name enclosed in double quotes, column "),
         (json.dumps(LETTERS_RECORD), "line 2: id 'a/0' is on line 1 already"),
-        (second_record(label=True), "line 2: label is True: expected a whole number"),
         (second_record(label=2), "line 2: label is 2, expected 0 to 1"),
         (second_record(logprobs=[-1, -math.inf]), "logprobs.1 is -inf: expected a finite"),
         (second_record().replace("-2.0", HUGE_NUMBER), "line 2: "),
@@ -157,7 +148,6 @@ HUGE_NUMBER = "-" + "9" * 5000
         (second_record(**TEXTS), "line 2: no 'bytes' by which to normalise"),
         (second_record(**TEXTS, bytes=[3, 4]), "line 2: scoring 'continuation' after 'letters'"),
         (json.dumps({"id": "b"}), "line 2: no 'subject'; found id"),
-        (second_record(model="other"), "line 2: model 'other' after '?'; expected"),
         ("[" * 100_000, "line 2: not JSON (nested too deep"),
     ],
 )
@@ -167,14 +157,6 @@ def test_malformed_records(tmp_path, refused, second, expected):
     assert expected in refused("metrics", path)
 
 
-def test_absent_and_empty_records(tmp_path, refused):
-    path = tmp_path / "r.jsonl"
-    for command in (["metrics", path], ["compare", path, path]):
-        assert f"{path}: could not be read (No such file or directory)" in refused(*command)
-    path.touch()
-    assert f"{path}: no records" in refused("metrics", path)
-
-
 def test_records_cut_at_the_end_of_a_line(tmp_path, refused):
     """The sidecar says how many there were."""
     path = tmp_path / "r.jsonl"
@@ -182,6 +164,8 @@ def test_records_cut_at_the_end_of_a_line(tmp_path, refused):
     sidecar = tmp_path / "r.jsonl.meta.json"
     sidecar.write_text('{"questions": 3}')
     assert f"{path}: 2 records, but r.jsonl.meta.json says 3" in refused("metrics", path)
+    path.write_text("")
+    assert f"{path}: no records" in refused("metrics", path)
     sidecar.write_text("[1")
     assert "r.jsonl.meta.json: not a JSON object" in refused("metrics", path)
 
@@ -198,3 +182,11 @@ def test_records_of_other_prompts_than_the_sidecars(command, tmp_path, run, refu
     assert "its prompts are not those that 5.jsonl.meta.json was" in refused("metrics", five)
     (tmp_path / "5.jsonl.meta.json").unlink()
     assert "line 31: shots 0 after 5; expected the same" in refused("metrics", five)
+
+
+def test_not_csv_and_not_utf8(mmlu, command, refused):
+    path = mmlu / "test" / "light_test.csv"
+    path.write_text('"a question that never ends,A,B')
+    assert "line 1: not CSV" in refused(*command)
+    path.write_bytes("a\né".encode("latin-1"))
+    assert f"{path}: not UTF-8 text (byte 0xe9)" in refused(*command)

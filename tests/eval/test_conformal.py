@@ -43,11 +43,6 @@ def test_sums_of_1_are_not_decided_by_rounding():
     assert (of_least_likely == 1).all()
 
 
-def test_an_alpha_next_to_1_has_the_least_threshold():
-    """It had the largest: place 0 was read as the last one."""
-    assert conformal.threshold(np.array([0.3, 0.1, 0.2]), 1 - 1e-12) == 0.1
-
-
 @pytest.mark.parametrize("score", ("lac", "aps"))
 def test_coverage_over_splits_is_beta_binomial(tmp_path, score):
     """Mean and sd within 0.002 over 2,000 splits, whatever the model's calibration."""
@@ -93,3 +88,8 @@ def test_lac_scores_are_their_definition():
     probs = np.exp(draw(200, 1.0, 0)[0])
     scores = conformal.nonconformity(probs, "lac", np.zeros(200))
     assert scores == pytest.approx(1 - probs, abs=1e-12)
+
+
+def test_an_alpha_next_to_1_has_the_least_threshold():
+    """It had the largest: place 0 was read as the last one."""
+    assert conformal.threshold(np.array([0.3, 0.1, 0.2]), 1 - 1e-12) == 0.1

@@ -59,26 +59,17 @@ def test_equals_whole_prompts(arc, score, tiny_model, shots):
         assert row["shots"] == shots
 
 
-def test_hellaswag_is_the_hubs_text(score, tmp_path, tiny_model):
-    in_parts = {
-        "activity_label": "Ski",
-        "ctx_a": "A man [title] sits.",
-        "ctx_b": "he and THE",
-        "ctx": "A man [title] sits. he and THE",
-        "endings": ["falls", "[x] goes", "is é", "up"],
-        "label": "2",
-        "ind": 3,
-    }
-    whole = {key: value for key, value in in_parts.items() if key not in ("ctx_a", "ctx_b")}
-    data = write_lines(tmp_path / "hellaswag_val.jsonl", [in_parts, {**whole, "ind": 4}])
-    rows = score("--task", "hellaswag", "--data", data)
-    contexts = ("Ski: A man. sits. He and the", "Ski: A man. sits. he and THE")
-    endings = ["falls", " goes", "is é", "up"]
-    for context, row in zip(contexts, rows, strict=True):
-        expected = [log_probability(tiny_model, context, f" {ending}") for ending in endings]
-        assert row["logprobs"] == pytest.approx(expected, abs=1e-4)
-        assert row["characters"] == [5, 5, 4, 2]
-        assert row["bytes"] == [5, 5, 5, 2]
+def test_hellaswag_is_the_hubs_text(tmp_path):
+    row = {"activity_label": "Ski", "endings": ["falls", "[x] goes"], "label": "1"}
+    whole = {**row, "ctx": "A man [title] sits. he and THE"}
+    in_parts = {**whole, "ctx_a": "A man [title] sits.", "ctx_b": "he and THE"}
+    rows = [{**in_parts, "ind": 3}, {**whole, "ind": 4}]
+    data = write_lines(tmp_path / "hellaswag_val.jsonl", rows)
+    (subject,) = tasks.load(Task(task="hellaswag", data=str(data), shots=0))
+    built = [prompts.build(subject, question, 0, "continuation") for question in subject.questions]
+    contexts = ["Ski: A man. sits. He and the", "Ski: A man. sits. he and THE"]
+    assert [prompt.text for prompt in built] == contexts
+    assert built[0].endings == ("falls", " goes")
 
 
 @pytest.mark.parametrize(

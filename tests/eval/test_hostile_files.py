@@ -18,7 +18,7 @@ from calibeval.ask import engines, task_files
 from calibeval.ask.request import Task
 from calibeval.ask.tasks import load
 from calibeval.imports import lighteval
-from calibeval.io import InputError, finish, json_lines, parse_json, printable, read_text
+from calibeval.io import InputError, finish, printable, read_text
 from calibeval.measures import evaluations
 from calibeval.report.tables import csv_text, markdown_text
 
@@ -44,22 +44,12 @@ def task_file(tmp_path):
     return make
 
 
-def test_json_that_is_nested_without_end_is_no_json(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(f"{DEEP}\n")
-    with pytest.raises(InputError, match="line 1: not JSON"):
-        list(json_lines(file))
-    with pytest.raises(ValueError, match="nested too deep"):
-        parse_json(DEEP)
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         (ALIASES, "is used again by an alias"),
         (f"a: {DEEP}", "not YAML: .*(nest|deep)"),
         ("shots: 2026-02-30", "not YAML: day is out of range"),
-        (f"shots: {'9' * 5000}", "not YAML: "),
         (f"topic: '{{{{ {'(' * 4999} }}}}'", "topic is .*: not Jinja"),
         (
             f"topic: '{{{{ 1{'+1' * 99_999} }}}}'",
@@ -68,7 +58,7 @@ def test_json_that_is_nested_without_end_is_no_json(tmp_path):
         (f"a: {'[' * 900}{']' * 900}", "not YAML: nested too deep"),
         ("#" * (1 << 20) + "\nshots: 1", "is larger than 1,048,576 bytes"),
     ],
-    ids=["aliases", "deep", "a date", "a number", "brackets", "a sum", "a list", "a large file"],
+    ids=["aliases", "deep", "a date", "brackets", "a sum", "a list", "a large file"],
 )
 def test_a_task_file_without_end_is_refused_in_time(task_file, text, problem):
     path = task_file(text)
@@ -204,25 +194,6 @@ def test_odd_values_of_records_end_in_one_line(tmp_path, capsys, record, sidecar
     assert re.search(rf"^error: .*{problem}.*\n$", capsys.readouterr().err)
 
 
-def test_names_of_an_index_reach_tables_and_figures_without_control_characters(tmp_path, capfd):
-    """matplotlib warned of them in words that held them."""
-    (tmp_path / "r.jsonl").write_text(
-        "".join(json.dumps({**CONTINUATION, "id": f"{number}"}) + "\n" for number in range(3))
-    )
-    entry = {"records": "r.jsonl", "dataset": "d\x1b[2J", "model": "m\x9b\nforged"}
-    index = tmp_path / "index.jsonl"
-    index.write_text(json.dumps({**entry, "label_smoothing": 0.0, "a\x1b": "\x1b"}) + "\n")
-    assert main(["collect", str(index), "--out", str(tmp_path / "out")]) == 0
-    printed = capfd.readouterr()
-    texts = [printed.out, printed.err]
-    for file in (tmp_path / "out").iterdir():
-        if file.suffix != ".png":
-            texts.append(file.read_text())
-    assert not any("\x1b" in text or "\x9b" in text or "\nforged" in text for text in texts)
-    index.write_text(json.dumps({**entry, "label_smoothing": 0.0, "x": DIGITS}) + "\n")
-    assert main(["collect", str(index), "--out", str(tmp_path / "out")]) == 2
-
-
 @pytest.mark.parametrize(
     "words", [["metrics", "FILE"], ["compare", "FILE", "FILE"], ["conformal", "FILE"]]
 )
@@ -317,13 +288,6 @@ def test_a_packed_log_fills_no_memory(tmp_path, values):
     with pytest.raises(InputError, match=r"details\.parquet: is larger than 500,000 bytes"):
         lighteval._unpacked(file, parquet.ParquetFile(file), most=500_000)
     assert len(lighteval._unpacked(file, parquet.ParquetFile(file))) == 100
-
-
-def test_no_matplotlibrc_of_the_current_folder_is_read(tmp_path):
-    os.mkfifo(tmp_path / "matplotlibrc")
-    code = "from calibeval.report import figures\nwith figures.style(): import matplotlib.figure"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60)
-    assert done.returncode == 0
 
 
 def test_a_pipe_that_the_user_names_is_read():

@@ -170,14 +170,12 @@ ALL_RIGHT = "NLL falls on towards 0 (100 of 100 answers are right)"
         ("few", keys(), keys(), "19 answers that"),
         # Five examples before val's and none before test's: other prompts, and 0 were left out.
         ("test", prompt("five"), prompt("none"), "0 answers that"),
-        ("test", keys(), keys(), "(by prompt, or by id and right answer)"),
         ("val", answer_at(-1), keys(), ALL_RIGHT),
         ("val", answer_at(0), keys(), "towards infinity (0 of 100 answers are right)"),
         ("val", sure(1000.0), keys(), ALL_RIGHT),  # it spoke of equal probabilities
         # A missing choice's −∞ counted as a probability.
         ("val", equal, keys(), "any temperature fits"),
         ("val", keys(scoring="continuation"), keys(), "scoring 'continuation', but"),
-        ("val", keys(), keys(model="other"), "is of another model than"),
     ],
 )
 def test_what_has_no_temperature_is_refused(tmp_path, refused_fit, val, of_val, of_test, expected):
@@ -187,10 +185,6 @@ def test_what_has_no_temperature_is_refused(tmp_path, refused_fit, val, of_val, 
         rows = [change(row) for row in read_lines(tmp_path / f"{source}.jsonl")]
         write_lines(tmp_path / f"{name}.jsonl", rows)
     assert expected in refused_fit("changed", "tested")
-
-
-def test_a_file_that_is_there_already_is_kept(refused_fit):
-    assert "is there already" in refused_fit("val", "test", "val")
 
 
 def test_splits_that_are_numbered_alike_are_fitted_on(tmp_path, run):
@@ -210,3 +204,7 @@ def test_another_checkpoints_answers_are_refused(tmp_path, refused_fit):
         settings = f'{{"settings": {{"model_digest": "{name}"}}}}'
         records.sidecar(tmp_path / f"{name}.jsonl").write_text(settings)
     assert "is of another model than" in refused_fit("val", "test")
+
+
+def test_a_file_that_is_there_already_is_kept(refused_fit):
+    assert "is there already" in refused_fit("val", "test", "val")

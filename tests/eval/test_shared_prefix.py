@@ -59,13 +59,11 @@ class Kind(NamedTuple):
 KINDS = {
     "llama": Kind(transformers.LlamaConfig(**SMALL), True),
     "qwen2": Kind(transformers.Qwen2Config(**SMALL), True),
-    "mistral, wide": Kind(transformers.MistralConfig(**SMALL, sliding_window=4096), True),
     "mistral, as wide as a prompt": Kind(
         transformers.MistralConfig(**SMALL, sliding_window=LONGEST), True
     ),
     "mistral, narrow": Kind(transformers.MistralConfig(**SMALL, sliding_window=40), False),
     "gpt2": Kind(transformers.GPT2Config(**SMALL_GPT2), True),
-    "gpt-neox": Kind(transformers.GPTNeoXConfig(**SMALL), True),
     "gemma2": Kind(transformers.Gemma2Config(**SMALL, head_dim=8, sliding_window=40), False),
     "llama4, one chunk": Kind(
         transformers.Llama4TextConfig(**SMALL_LLAMA4, attention_chunk_size=LONGEST), True
@@ -227,9 +225,3 @@ def test_recurrent_layers_do_not_see_all():
     hybrid = transformers.LlamaConfig(**SMALL)
     hybrid.layer_types = ["full_attention", "linear_attention"]
     assert not allows_trees(hybrid, 100)
-
-
-def test_windows_see_all_of_shorter_prompts():
-    windows = transformers.Gemma2Config(**SMALL, sliding_window=4096)
-    assert allows_trees(windows, 4096)
-    assert not allows_trees(windows, 4097)

@@ -27,21 +27,6 @@ def test_as_exact_as_the_reference(chunk_tokens, **options):
         check(impl="chunked", **options)
 
 
-def test_nothing_of_fp64_is_rounded_to_fp32():
-    check(
-        5,
-        20,
-        4,
-        torch.float64,
-        impl="chunked",
-        bias=True,
-        with_smoothing_target=True,
-        label_smoothing=0.1,
-        softcap=2.0,
-        reduction="none",
-    )
-
-
 def test_the_module_takes_leading_dimensions():
     hidden, weight, labels, bias = inputs(6, 9, 4, masked=0.3, bias=True)
     module = smoothce.LinearCrossEntropy(label_smoothing=0.1, reduction="none", impl="chunked")

@@ -3,13 +3,10 @@
 A whole model's graph is in test_deferred_logits.py, refusals of options are in test_validation.py.
 """
 
-import dataclasses
-
 import pytest
 import torch
 
 from smoothce import linear_cross_entropy, token_statistics
-from smoothce.options import Options
 
 # A number that is another in the next call becomes a symbol, or is compiled anew.
 OPTIONS = [
@@ -96,10 +93,3 @@ def test_mistakes_in_tensors_are_named():
     ):
         with pytest.raises(Exception, match=named):
             compiled(hidden, weight, given, **options)
-
-
-def test_the_operators_take_every_option_by_name():
-    for operator in (torch.ops.smoothce.loss, torch.ops.smoothce.loss_backward):
-        keywords = [x.name for x in operator.default._schema.arguments if x.kwarg_only]
-        options = [field.name for field in dataclasses.fields(Options)]
-        assert keywords == ["impl", "needs", "auto", *options]

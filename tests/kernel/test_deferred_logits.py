@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from smoothce import explain, patch_model, unpatch_model
+from smoothce import patch_model, unpatch_model
 
 transformers = pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
@@ -216,12 +216,11 @@ def test_token_weights_are_an_argument_of_the_forward():
         torch.testing.assert_close(model(**given).loss, want)
     with pytest.raises(ValueError, match="token_weights"):
         model(**data, token_weights=weights[:, 1:])
-    other = with_loss(as_they_are, lambda logits, labels, mask: cross_entropy(logits, labels))
-    with pytest.raises(ValueError, match="token_weights"):
-        patch_model(other)(**data, token_weights=weights)
     plain = model.eval()(**data).loss
     torch.testing.assert_close(model(**data, token_weights=torch.ones_like(weights)).loss, plain)
     assert model(**data, token_weights=weights).loss != plain
+    _, logits, *_ = model(**data, token_weights=weights, return_dict=False)
+    assert isinstance(logits, torch.Tensor)
 
 
 @pytest.mark.parametrize("first", ["patch", "adapter"])
@@ -234,8 +233,8 @@ def test_an_adapter_on_the_head_is_refused(first):
         patch_model(model) if first == "adapter" else model.train()(**batch())
 
 
-@pytest.mark.parametrize("first", ["patch", "adapter"])
-def test_a_head_that_is_trained_as_a_whole_beside_adapters(first):
+@pytest.mark.parametrize("is_patched_first", [False, True])
+def test_a_head_that_is_trained_as_a_whole_beside_adapters(is_patched_first):
     """`modules_to_save`, as TRL sets it where a chat template brings new tokens."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -244,12 +243,10 @@ def test_a_head_that_is_trained_as_a_whole_beside_adapters(first):
     plain = peft.get_peft_model(tiny(), config).train()
     theirs = gradients(plain, expected(plain, batch(), BETA))
     assert any("lm_head.modules_to_save" in name for name in theirs)
-    model = tiny()
-    if first == "patch":
-        patch_model(model, label_smoothing=BETA)
+    model = patch_model(tiny(), label_smoothing=BETA) if is_patched_first else tiny()
     model = peft.get_peft_model(model, config).train()
     model.load_state_dict(plain.state_dict())
-    if first == "adapter":
+    if not is_patched_first:
         patch_model(model, label_smoothing=BETA)
     assert_same(gradients(model, model(**batch()).loss), theirs)
     unpatch_model(model)
@@ -306,42 +303,20 @@ def test_hooks_on_the_head_never_see_or_change_the_loss():
     model = patch_model(tiny(), label_smoothing=BETA)
     want = model(**batch()).loss
     calls = []
-    looks = model.lm_head.register_forward_hook(lambda *_: calls.append("called"))
+    model.lm_head.register_forward_hook(lambda *_: calls.append("called"))
     torch.testing.assert_close(model(**batch()).loss, want)
     assert calls == ["called"]
-    looks.remove()
-    for change in (lambda *_: torch.ones(()), lambda module, inputs, output: output["loss"]):
-        hook = model.lm_head.register_forward_hook(change)
-        with pytest.raises(ValueError, match="hook on the head"):
-            model(**batch())
-        hook.remove()
-    plain = tiny()
-    for head in (model.lm_head, plain.lm_head):
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
-    torch.testing.assert_close(model(**batch()).loss, expected(plain, batch(), BETA))
+    model.lm_head.register_forward_hook(lambda *_: torch.ones(()))
+    with pytest.raises(ValueError, match="hook on the head"):
+        model(**batch())
 
 
-def test_logits_after_a_step_are_computed_where_they_are_asked_for():
-    outputs = patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=BETA)(**batch())
+def test_what_else_is_done_to_logits_after_a_step_is_refused():
+    outputs = patch_model(tiny(), label_smoothing=BETA)(**batch())
     assert outputs.logits.shape == (3, 9, VOCABULARY)
-    want = tiny("Gemma2ForCausalLM")(**batch()).logits.detach()
-    torch.testing.assert_close(outputs.logits.dense(), want)
     with pytest.raises(ValueError, match=r"\.argmax .*\.dense\(\)"):
         outputs.logits.argmax(-1)
     assert not hasattr(outputs.logits, "argmax")
-
-
-def test_a_patched_model_says_so_until_its_head_is_replaced(caplog):
-    caplog.set_level("INFO", logger="smoothce")
-    model = patch_model(tiny(), label_smoothing=BETA)
-    for said in (caplog.text, repr(model), explain(model)):
-        assert "label_smoothing=0.2" in said
-    model.resize_token_embeddings(VOCABULARY + 1)
-    with pytest.raises(TypeError, match="head was replaced"):
-        model(**batch())
-    unpatch_model(model)(**batch())
-    with pytest.raises(TypeError, match="not patched"):
-        explain(model)
 
 
 def test_who_trains_around_the_loss_is_told():
@@ -352,15 +327,11 @@ def test_who_trains_around_the_loss_is_told():
         model(ids)
     with pytest.warns(UserWarning, match=r"around its loss.*patch_trainer"):
         model.model(ids)
-    with pytest.warns(UserWarning, match=r"evaluation mode.*model\.train\(\)"):
-        model.eval()(**data)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.train()(ids), model.model(ids), model.eval()(**data)  # once each
         model.train()(**data).loss.backward()
         model.generate(ids, max_new_tokens=2)
         patch_model(tiny()).eval()(**data)  # nothing to smooth
-        patch_model(tiny(), label_smoothing=BETA).eval().requires_grad_(False)(**data)
 
     def another_forward(self, input_ids, **inputs):
         return self.model(input_ids)
@@ -368,42 +339,6 @@ def test_who_trains_around_the_loss_is_told():
     model.forward = another_forward.__get__(model)
     with pytest.raises(ValueError, match=r"without label_smoothing=0.2.*unpatch_model\(model\)"):
         model.train()(**data)
-
-
-@pytest.mark.skipif(not hasattr(transformers, "PaliGemmaConfig"), reason="an older transformers")
-@pytest.mark.parametrize("mode", ["image", "text"])
-def test_labels_that_choose_a_mask_choose_it_still(mode):
-    """PaliGemma takes labels for the sign that a suffix is causal."""
-    text = {**tiny_models.SHAPE, "model_type": "gemma"}
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 4,
-        "vocab_size": 67,
-        "projection_dim": 16,
-    }
-    config = transformers.PaliGemmaConfig(
-        text_config=text, vision_config=vision, projection_dim=16, image_token_index=66
-    )
-    config.image_token_id = 66
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = transformers.PaliGemmaForConditionalGeneration(config).train()
-    for parameter in model.parameters():
-        parameter.data.add_(0.3 * torch.randn_like(parameter))
-    data = batch()
-    data["labels"] = data["input_ids"].clone()
-    data["token_type_ids"] = torch.ones_like(data["input_ids"])
-    data["token_type_ids"][:, :5] = 0
-    if mode == "image":
-        data["input_ids"][:, 4:].clamp_(max=65)
-        data["input_ids"][:, :4] = 66
-        data["labels"][:, :4] = -100
-        data["pixel_values"] = torch.randn(3, 3, 8, 8)
-    compare(model, data)
 
 
 def test_a_saved_model_comes_back_patched():
@@ -414,12 +349,8 @@ def test_a_saved_model_comes_back_patched():
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False).train()
-    found = loaded(**batch())
-    assert torch.equal(found.loss, model(**batch()).loss)
-    found.loss.backward()
-    assert loaded.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
+    assert torch.equal(loaded(**batch()).loss, model(**batch()).loss)
     unpatch_model(loaded)
-    assert type(loaded.lm_head) is torch.nn.Linear and "forward" not in vars(loaded)
     assert torch.equal(loaded(**batch()).logits, unpatch_model(model)(**batch()).logits)
 
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from smoothce import patch_model, unpatch_model
+from smoothce import explain, patch_model, unpatch_model
 from smoothce.hf_patch.deferred_logits import DeferredLogits
 
 transformers = pytest.importorskip("transformers")
@@ -81,17 +81,8 @@ def test_auxiliary_loss_of_a_mixture(name):
     assert_same(gradients(model, ours.loss), want)
     with pytest.raises(ValueError, match="output_router_logits"):
         patch_model(model, reduction="sum")(**data)
-
-
-def test_inside_adapters():
-    """With gradient checkpointing they are in tests/kernel/test_zero.py."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model, data = peft.get_peft_model(tiny(), config).train(), batch()
-    theirs = gradients(model, expected(model, data, 0.1))
-    assert theirs and all("lora" in name for name in theirs)
-    patch_model(model, label_smoothing=0.1)
-    assert_same(gradients(model, model(**data).loss), theirs)
+    with pytest.raises(ValueError, match="output_router_logits"):
+        model(**data, return_dict=False)
 
 
 class TakesNoItems(transformers.LlamaForCausalLM):
@@ -105,7 +96,7 @@ def own_loss(hidden, weight, labels):
     return torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
 
 
-@pytest.mark.parametrize("items", [None, 7, torch.tensor(7), 7.0, torch.tensor(0.75), 0])
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(0.75), 0])
 @pytest.mark.parametrize("architecture", [transformers.LlamaForCausalLM, TakesNoItems])
 @pytest.mark.parametrize(
     "settings",
@@ -134,6 +125,7 @@ def test_patching_again_replaces_and_unpatching_restores():
     model, data = tiny(), batch()
     plain = model(**data)
     patch_model(model, label_smoothing=0.5)
+    assert "label_smoothing=0.5" in explain(model)
     patch_model(model, label_smoothing=0.0)
     with pytest.raises(ValueError):
         patch_model(model, label_smoothing=2.0)
@@ -146,6 +138,9 @@ def test_patching_again_replaces_and_unpatching_restores():
     assert "forward" not in vars(model) and "forward" not in vars(model.lm_head)
     with pytest.raises(TypeError, match="LlamaForCausalLM is not patched"):
         unpatch_model(model)
+    patch_model(model).resize_token_embeddings(VOCABULARY + 1)
+    with pytest.raises(TypeError, match="head was replaced"):
+        model(**data)
 
 
 @pytest.mark.parametrize("eval_logits", [True, False])
@@ -191,9 +186,9 @@ def test_training_in_evaluation_mode_warns_for_whatever_is_left_out(settings, ev
         model(**batch())
 
 
-def calls_itself():
-    """A model whose decoder calls the model once more, inside its forward."""
-    model = tiny()
+def test_a_second_call_of_the_decoder_gives_no_warning():
+    """The decoder calls the model once more, inside its forward."""
+    model = patch_model(tiny(), label_smoothing=0.1)
     calls = []
 
     def call_once(decoder, inputs):
@@ -202,19 +197,6 @@ def calls_itself():
             model(**batch())
 
     model.model.register_forward_pre_hook(call_once)
-    return model
-
-
-def recomputes_in_the_backward():
-    wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    model = tiny()
-    model.model = wrapper.checkpoint_wrapper(model.model)
-    return model
-
-
-@pytest.mark.parametrize("make", [calls_itself, recomputes_in_the_backward])
-def test_a_second_call_of_the_decoder_gives_no_warning(make):
-    model = patch_model(make(), label_smoothing=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**batch()).loss.backward()
@@ -272,22 +254,3 @@ def test_the_smoothing_target_is_copied_to_the_gpu_once():
         for _ in range(3):
             model(**data).loss.backward()
     assert copied.count(("cpu", "cuda")) == 1
-
-
-@pytest.mark.parametrize("return_dict", [True, False])
-def test_evaluation_with_token_weights_has_logits(return_dict):
-    model = tiny().eval()
-    data = batch()
-    weights = torch.rand(data["labels"].shape)
-    with torch.no_grad():
-        want = model(**data).logits
-        patch_model(model, label_smoothing=0.1)
-        outputs = model(**data, token_weights=weights, return_dict=return_dict)
-    logits = outputs.logits if return_dict else outputs[1]
-    torch.testing.assert_close(logits, want)
-
-
-def test_a_sum_and_an_auxiliary_loss_are_refused_without_names_too():
-    model = patch_model(tiny("MixtralForCausalLM"), label_smoothing=0.1, reduction="sum")
-    with pytest.raises(ValueError, match="auxiliary loss"):
-        model(**batch(), output_router_logits=True, return_dict=False)

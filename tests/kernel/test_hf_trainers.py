@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from smoothce import patch_model, patch_trainer, unpatch_model
+from smoothce import patch_model, patch_trainer
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -70,21 +70,6 @@ def logged(trainer, *names):
     return [entry[name] for entry in steps for name in names]
 
 
-@pytest.mark.parametrize("beta", [0.0, BETA])
-def test_the_trainer_trains_and_evaluates_as_with_upstreams_loss(beta, tmp_path):
-    """With smoothing, evaluation reports the plain loss and upstream the smoothed one."""
-    arguments = {"label_smoothing_factor": beta, **THREE_STEPS}
-    losses = []
-    for is_patched in (False, True):
-        trainer = make_trainer(tmp_path, tiny(), arguments=arguments)
-        if is_patched:
-            patch_trainer(trainer)
-        trainer.train()
-        losses.append([*logged(trainer, "loss"), *[trainer.evaluate()["eval_loss"]] * (beta == 0)])
-    assert len(losses[0]) >= 3
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
 @pytest.mark.parametrize("way", ["callback", "patch_trainer", "the trainer's own factor"])
 @pytest.mark.parametrize(("rows", "accumulation"), [(8, 1), (2, 4)])
 def test_the_gradient_is_dense_smoothings_for_any_accumulation(way, rows, accumulation, tmp_path):
@@ -109,7 +94,7 @@ def test_the_gradient_is_dense_smoothings_for_any_accumulation(way, rows, accumu
     assert logged(trainer, "loss", "grad_norm") == pytest.approx(expected_log, rel=1e-4)
 
 
-@pytest.mark.parametrize("how", ["model_init", "added late", "added late to adapters"])
+@pytest.mark.parametrize("how", ["model_init", "added late to adapters"])
 def test_the_callback_patches_a_model_that_mixed_precision_has_wrapped(how, tmp_path):
     """accelerate has put its autocast around the forward by then, and it stays there."""
     callback = SmoothingCallback(label_smoothing=BETA)
@@ -117,12 +102,9 @@ def test_the_callback_patches_a_model_that_mixed_precision_has_wrapped(how, tmp_
     if how == "model_init":
         trainer = make_trainer(tmp_path, None, [callback], bf16, model_init=lambda: tiny())
     else:
-        model = tiny()
-        if "adapters" in how:
-            peft = pytest.importorskip("peft")
-            config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-            model = peft.get_peft_model(model, config)
-        trainer = make_trainer(tmp_path, model, [], bf16)
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        trainer = make_trainer(tmp_path, peft.get_peft_model(tiny(), config), [], bf16)
         trainer.add_callback(callback)
     first = make_trainer(tmp_path, tiny(), [SmoothingCallback(label_smoothing=BETA)], bf16)
     for each in (trainer, first):
@@ -247,32 +229,6 @@ def test_another_ignore_index_of_a_later_patch_model_is_refused(tmp_path):
     assert with_callback.model.lm_head.settings.ignore_index == -100
 
 
-class Unpatching(transformers.TrainerCallback):
-    """Takes the patch off within the second step, or before it."""
-
-    def __init__(self, event):
-        setattr(self, event, self.unpatch)
-
-    def unpatch(self, args, state, control, model=None, **kwargs):
-        if state.global_step == 1 and is_patched(model):
-            unpatch_model(model)
-
-
-@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
-def test_a_model_that_is_unpatched_while_it_trains_trains_on(event, tmp_path):
-    """Whoever calls `unpatch_model` knows that the loss is upstream's from then on."""
-    trainer = make_trainer(tmp_path, tiny(), [Unpatching(event)], {"max_steps": 3})
-    patch_trainer(trainer, label_smoothing=BETA).train()
-    assert trainer.state.global_step == 3 and not is_patched(trainer.model)
-
-
-def test_the_callback_trains_with_its_own_settings_whatever_another_has_patched(tmp_path):
-    trainer = make_trainer(tmp_path, tiny(), [SmoothingCallback(label_smoothing=BETA)])
-    make_trainer(tmp_path, trainer.model, [SmoothingCallback(label_smoothing=0.0)])
-    trainer.train()
-    assert trainer.model.lm_head.settings.label_smoothing == BETA
-
-
 def test_a_trainer_keeps_what_its_model_was_patched_with(tmp_path):
     """The warning of a model that is trained around its loss asks for `patch_trainer` alone."""
     model = patch_model(tiny(), label_smoothing=0.3, workspace=7, eval_logits=False)
@@ -302,6 +258,17 @@ def test_an_sfttrainer_of_another_version_of_trl_is_refused_by_name(fields, tmp_
     trainer.args.loss_type = "chunked_nll"  # the advice to change it would lead nowhere
     with pytest.raises(ValueError, match=r"TRL 1\.9\.0"):
         patch_trainer(trainer, label_smoothing=0.1)
+
+
+class DPOTrainer(SFTTrainer):
+    """One of TRL's trainers that compute losses of their own."""
+
+    __module__ = "trl.trainer.dpo_trainer"
+
+
+def test_another_trainer_of_trls_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="DPOTrainer"):
+        patch_trainer(make_trainer(tmp_path, tiny(), kind=DPOTrainer), label_smoothing=0.1)
 
 
 # ---- TRL's own trainers
@@ -431,67 +398,15 @@ def test_a_sum_of_a_later_patch_model_is_refused_under_trls_trainer(sft):
     patch_trainer(trainer, reduction="mean").train()
 
 
-@pytest.mark.parametrize("trainer_name", ["DPOTrainer", "SFTTrainer"])
-def test_a_model_of_sft_goes_on_to_another_trainer_of_trls(trainer_name, trl, sft, tmp_path):
-    """As it is, the error says what to call; once it is called, the model trains."""
-    model = tiny()
-    patch_trainer(sft(model), label_smoothing=BETA).train()
-
-    def next_trainer():
-        if trainer_name == "SFTTrainer":
-            return sft(model)
-        return dpo_trainer(trl, model, tmp_path)
-
-    with pytest.raises(ValueError, match=r"without label_smoothing=0.2.*unpatch_model\(model\)"):
-        next_trainer().train()
-    unpatch_model(model)
-    trainer = next_trainer()
-    trainer.train()
-    assert trainer.state.global_step == 3
-    if trainer_name == "DPOTrainer":
-        with pytest.raises(ValueError, match="DPOTrainer"):
-            patch_trainer(trainer, label_smoothing=0.1)
-
-
-def dpo_trainer(trl, model, folder):
-    datasets = pytest.importorskip("datasets")
-    pairs = {"prompt": "t5 t6 t7", "chosen": " t8 t9", "rejected": " t10 t11"}
-    arguments = trl.DPOConfig(str(folder), bf16=False, gradient_checkpointing=False, **THREE_STEPS)
-    return trl.DPOTrainer(
-        model,
-        ref_model=tiny(),
-        args=arguments,
-        train_dataset=datasets.Dataset.from_list([pairs] * 8),
-        processing_class=words(),
-    )
-
-
-@pytest.mark.parametrize("first", ["trainer", "patch_model"])
-def test_trls_trainer_of_a_dispatched_model(first, sft):
-    """TRL puts its forward around that of accelerate's hook, which has to stay."""
-    want, _ = history(patch_trainer(sft(tiny()), label_smoothing=BETA))
-    model = accelerate.dispatch_model(tiny(), {"": "cpu"}, force_hooks=True)
-    if first == "patch_model":
-        patch_model(model, label_smoothing=BETA)
-    found, _ = history(patch_trainer(sft(model), label_smoothing=BETA))
-    assert found == pytest.approx(want, rel=1e-6)
-    assert "_hf_hook" in vars(model)
-
-
 def smoothed_densely(hidden, weight, labels):
     return torch.nn.functional.cross_entropy(hidden @ weight.T, labels, label_smoothing=BETA)
 
 
-@pytest.mark.parametrize("way", ["patch_trainer", "patch_model"])
-def test_trls_trainer_with_a_loss_of_ones_own(way, sft):
+def test_trls_trainer_with_a_loss_of_ones_own(sft):
     """Its gradient is the given loss's; entropy and accuracy stay the model's."""
     steps = []
     for settings in ({"label_smoothing": BETA}, {"loss": smoothed_densely}):
-        model = tiny()
-        if way == "patch_model":
-            patch_model(model, **settings)
-            settings = {}
-        steps.append(history(patch_trainer(sft(model), **settings))[0])
+        steps.append(history(patch_trainer(sft(tiny()), **settings))[0])
     assert steps[1] == pytest.approx(steps[0], rel=1e-4)
 
 
@@ -510,39 +425,35 @@ def test_a_loss_of_the_trainers_own_beside_metrics_of_the_model_is_seen(sft):
         trainer.train()
 
 
-@pytest.mark.parametrize(
-    "order", ["peft_config", "adapters first", "patched first", "patched last"]
-)
-def test_trls_trainer_with_adapters_in_any_order(order, sft):
+@pytest.mark.parametrize("patched_first", [False, True])
+def test_trls_trainer_with_adapters_in_any_order(patched_first, sft):
     """The adapters train as with TRL's own factor, whatever is done before what."""
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(
         r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0
     )
-    peft_config = adapters if order == "peft_config" else None  # TRL adds the adapters then
 
-    def made(patched_first=False, patched_last=False, **settings):
-        model = tiny()
-        if patched_first:
-            patch_model(model, label_smoothing=BETA)
+    def trained(model, is_patched, **settings):
         torch.manual_seed(0)  # of the adapters' weights
-        if peft_config is None:
-            model = peft.get_peft_model(model, adapters)
-        if patched_last:
-            patch_model(model, label_smoothing=BETA)
-        trainer = sft(model, peft_config=peft_config, **settings)
-        trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        assert trained and all("lora_" in name for name in trained)
-        return trainer
-
-    want = made(label_smoothing_factor=BETA)
-    if order in ("peft_config", "adapters first"):
-        found = patch_trainer(made(), label_smoothing=BETA)
-    else:
-        found = patch_trainer(made(order == "patched first", order == "patched last"))
-    losses = []
-    for trainer in (want, found):
+        trainer = sft(model, peft_config=adapters, **settings)
+        if is_patched:
+            patch_trainer(trainer, label_smoothing=BETA)
         trainer.train()
-        losses.append(logged(trainer, "loss"))
-    assert len(losses[0]) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        return logged(trainer, "loss")
+
+    want = trained(tiny(), False, label_smoothing_factor=BETA)
+    model = patch_model(tiny(), label_smoothing=BETA) if patched_first else tiny()
+    assert len(want) == 3
+    assert trained(model, True) == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("first", ["trainer", "patch_model"])
+def test_trls_trainer_of_a_dispatched_model(first, sft):
+    """TRL puts its forward around that of accelerate's hook, which has to stay."""
+    want, _ = history(patch_trainer(sft(tiny()), label_smoothing=BETA))
+    model = accelerate.dispatch_model(tiny(), {"": "cpu"}, force_hooks=True)
+    if first == "patch_model":
+        patch_model(model, label_smoothing=BETA)
+    found, _ = history(patch_trainer(sft(model), label_smoothing=BETA))
+    assert found == pytest.approx(want, rel=1e-6)
+    assert "_hf_hook" in vars(model)

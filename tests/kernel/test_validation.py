@@ -11,7 +11,6 @@ import torch
 
 import smoothce
 from smoothce import dispatch, linear_cross_entropy
-from smoothce.linear_cross_entropy import LossKeywords
 from smoothce.options import Options
 
 HIDDEN = torch.randn(4, 8)
@@ -28,27 +27,22 @@ BAD_OPTIONS = [
     ({"label_smoothing": np.float32("nan")}, "label_smoothing .*nan"),
     ({"reduction": "avg"}, "'avg'"),
     ({"softcap": 0.0}, "softcap .*0.0"),
-    ({"softcap": "30"}, "softcap .*'30'"),
     ({"logit_scale": math.inf}, "logit_scale .*inf"),
     ({"z_loss": math.nan}, "z_loss .*nan"),
     ({"ignore_index": None}, "ignore_index .*None"),
     ({"filter_eps": 0.0}, "filter_eps .*0.0"),
     ({"filter_eps": 1.0}, "filter_eps .*1.0"),
-    ({"filter_eps": "some"}, "filter_eps .*'some'"),
     ({"return_lse": 1}, "return_lse .*1"),
     ({"return_statistics": 1}, "return_statistics .*1"),
     ({"workspace": -1}, "workspace .*-1"),
-    ({"workspace": "little"}, "workspace .*'little'"),
     ({"impl": "fast"}, "'fast'"),
 ]
 BAD_TENSORS = [
-    ({"hidden": None}, TypeError, "hidden"),
     ({"hidden": HIDDEN.numpy()}, TypeError, "hidden .*ndarray"),
     ({"hidden": HIDDEN[:, :7]}, ValueError, r"\(4, 7\)"),
     ({"hidden": HIDDEN.long(), "weight": WEIGHT.long()}, TypeError, "hidden .*int64"),
     (FP8, TypeError, "float8"),
     ({"hidden": HIDDEN[:, :0], "weight": WEIGHT[:, :0]}, ValueError, r"hidden .*\(4, 0\)"),
-    ({"weight": WEIGHT[0]}, ValueError, "weight"),
     ({"weight": WEIGHT[:0]}, ValueError, "weight"),
     ({"weight": WEIGHT.double()}, TypeError, "weight .*float64"),
     ({"weight": WEIGHT.to("meta")}, ValueError, "weight .*meta"),
@@ -66,15 +60,12 @@ BAD_TENSORS = [
 BAD_VALUES = [  # which explain, which looks at no numbers, cannot see
     ({"smoothing_target": torch.full((10,), 0.2)}, ValueError, "smoothing_target"),
     ({"ignore_index": 1.0}, ValueError, "ignore_index .*1.0"),
-    ({"labels": None}, TypeError, "labels"),
     ({"labels": LABELS[:3]}, ValueError, r"labels .*\(3,\)"),
     ({"labels": LABELS.to("meta")}, ValueError, "labels"),
-    ({"labels": LABELS.float()}, TypeError, "labels .*float32"),
     ({"labels": LABELS.to(torch.int16)}, TypeError, "labels .*int16"),
     ({"labels": torch.tensor([0, 10, 1, 1])}, IndexError, "label 10 .*0 to 9"),
     ({"labels": torch.tensor([0, -1, 1, 1]).int()}, IndexError, "label -1 "),
     ({"token_weights": torch.tensor([1, -1.0, 1, 1])}, ValueError, "token_weights"),
-    ({"token_weights": torch.tensor([1, math.inf, 1, 1])}, ValueError, "token_weights"),
 ]
 
 
@@ -106,43 +97,21 @@ def test_explain_refuses_what_the_loss_refuses(change, error, named):
         smoothce.explain(**{"hidden": HIDDEN, "weight": WEIGHT, **change})
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
         ({"softcap": "30"}, ValueError, "softcap .*'30'"),
-        ({"softcap": -3}, ValueError, "softcap .*-3"),
         ({"logit_scale": True}, ValueError, "logit_scale .*True"),
-        ({"hidden": [1.0]}, TypeError, "hidden .*list"),
         ({"bias": F16_BIAS}, TypeError, "bias .*float16"),
-        (
-            {"hidden": HIDDEN.double(), "weight": WEIGHT.double(), "bias": F16_BIAS},
-            TypeError,
-            "bias .*float16",
-        ),
-        (FP8, TypeError, "float8"),
+        ({"temperature": np.float32("nan")}, ValueError, "temperature"),
+        ({"temperature": 0}, ValueError, "temperature"),
     ],
     ids=name_of,
 )
-def test_statistics_refuse_what_the_loss_refuses_as_it_was_given(change, error, named, temperature):
+def test_statistics_refuse_what_the_loss_refuses_as_it_was_given(change, error, named):
+    tensors = {"hidden": HIDDEN, "weight": WEIGHT, "temperature": 2.0}
     with pytest.raises(error, match=named):
-        smoothce.token_statistics(
-            **{"hidden": HIDDEN, "weight": WEIGHT, **change}, temperature=temperature
-        )
-
-
-@pytest.mark.parametrize("temperature", [True, np.float32("nan"), 0])
-def test_statistics_refuse_a_temperature_out_of_range(temperature):
-    with pytest.raises(ValueError, match="temperature"):
-        smoothce.token_statistics(HIDDEN, WEIGHT, temperature=temperature)
-
-
-def test_statistics_under_autocast_divide_a_bias_of_any_dtype():
-    bias = torch.arange(10)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = smoothce.token_statistics(HIDDEN, WEIGHT, bias=bias, temperature=2.0)
-        expected = smoothce.token_statistics(HIDDEN, WEIGHT, bias=bias.float(), temperature=2.0)
-    torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=0)
+        smoothce.token_statistics(**{**tensors, **change})
 
 
 @pytest.mark.parametrize("kind", [np.float16, Fraction])
@@ -161,7 +130,6 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize(("function", "tensors"), FUNCTIONS.items())
 def test_a_signature_shows_every_option_its_default_and_no_other(function, tensors):
-    """`LossKeywords` and what overloads name are the keywords of the loss, for editors."""
     parameters = inspect.signature(function).parameters
     for field in dataclasses.fields(Options):
         assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
@@ -170,11 +138,6 @@ def test_a_signature_shows_every_option_its_default_and_no_other(function, tenso
     assert inspect.Parameter.VAR_KEYWORD not in kinds
     with pytest.raises(TypeError, match="'smoothing'"):
         function(*tensors, smoothing=0.1)
-    if function is linear_cross_entropy:
-        keywords = {**LossKeywords.__annotations__, "impl": str}
-        keywords |= {"return_lse": bool, "return_statistics": bool}
-        shown = {p.name: p.annotation for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
-        assert keywords == shown
     if function is smoothce.explain:
         inspect.signature(function).bind(torch.nn.Linear(1, 1))  # a model alone
 
@@ -184,15 +147,11 @@ LAYOUTS = [
     ((6,), (6,), True),
     ((6,), (2, 3), True),
     ((2, 3), (6,), True),
-    ((6, 1), (6,), True),
-    ((4, 3), (2, 2, 3), True),
     ((2, 6), (2, 2, 3), True),
     ((1,), (), True),
     ((0,), (2, 0), True),
     ((3, 2), (2, 3), False),
-    ((2, 6), (3, 4), False),
     ((5,), (2, 3), False),
-    ((3, 2, 1), (2, 3), False),
 ]
 
 
@@ -239,9 +198,16 @@ def test_the_warning_of_the_slow_path_names_the_dtype_and_the_callers_line(dtype
         ({}, "chunked: triton is not used because "),
         ({"impl": "chunked"}, "gradients are made in the forward"),
         ({"impl": "chunked", "reduction": "none"}, "the backward computes logits a second time"),
-        ({"impl": "chunked", "return_lse": True}, "the backward computes logits a second time"),
     ],
     ids=str,
 )
 def test_explain_names_the_implementation_and_how_it_makes_the_gradient(options, said):
     assert said in smoothce.explain(HIDDEN.clone().requires_grad_(), WEIGHT, **options)
+
+
+def test_statistics_under_autocast_divide_a_bias_of_any_dtype():
+    bias = torch.arange(10)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = smoothce.token_statistics(HIDDEN, WEIGHT, bias=bias, temperature=2.0)
+        expected = smoothce.token_statistics(HIDDEN, WEIGHT, bias=bias.float(), temperature=2.0)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=0)

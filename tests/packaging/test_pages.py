@@ -46,45 +46,26 @@ def test_the_estimate_of_table_1_is_what_its_script_prints():
 
 def test_the_loop_on_the_kernels_page_makes_dense_smoothings_gradient():
     """With padding and prompts, over micro-batches that hold unequal numbers of labels."""
-    transformers = pytest.importorskip("transformers")
+    tiny_models = pytest.importorskip("tiny_models")
     loop = python_block("kernel/README.md", "decoder = model.model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=128, **sizes, **heads)
-    )
-    micro_batches = []
-    for lengths in ((9, 5), (3, 7)):
-        ids = torch.randint(3, 128, (2, 9))
-        is_text = torch.arange(9) < torch.tensor(lengths)[:, None]
-        is_answer = is_text & (torch.arange(9) >= 2)
-        labels = ids.masked_fill(~is_answer, -100)
-        batch = {"input_ids": ids, "attention_mask": is_text.long(), "labels": labels}
-        micro_batches.append(batch)
-
-    losses, tokens = [], 0
-    for batch in micro_batches:
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
-        labels = batch["labels"][:, 1:].flatten()
-        losses.append(F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum"))
-        tokens += int((labels >= 0).sum())
-    parameters = dict(model.named_parameters())
-    dense = torch.autograd.grad(sum(losses) / tokens, list(parameters.values()))
-
+    model = tiny_models.tiny()
+    micro_batches = [tiny_models.batch(), tiny_models.batch()]
+    micro_batches[1]["labels"][:, :6] = -100
+    losses = [tiny_models.expected(model, batch, 0.1, "sum") for batch in micro_batches]
+    tokens = sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in micro_batches)
+    dense = tiny_models.gradients(model, sum(losses) / tokens)
+    model.zero_grad()
     made = {}
 
     class Optimizer:
         def step(self) -> None:
-            made.update({name: each.grad.clone() for name, each in parameters.items()})
+            made.update({name: p.grad.clone() for name, p in model.named_parameters()})
 
         def zero_grad(self) -> None:
             model.zero_grad()
 
     exec(loop, {"model": model, "micro_batches": micro_batches, "optimizer": Optimizer()})
-    for name, expected in zip(parameters, dense, strict=True):
-        torch.testing.assert_close(made[name], expected, rtol=1e-3, atol=1e-6)
+    tiny_models.assert_same(made, dense)
 
 
 @pytest.fixture

@@ -50,17 +50,6 @@ def test_k_best_is_the_head_of_all_labelings(chain, k):
         assert logprob == pytest.approx(known[tuple(path)], abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("labels", "found"),
-    [
-        ("O B-A I-A O B-B", {(1, 3, "A"), (4, 5, "B")}),
-        ("I-A I-A B-A I-B", {(0, 2, "A"), (2, 3, "A"), (3, 4, "B")}),  # IOB1
-    ],
-)
-def test_entities(labels, found):
-    assert sets.entities(labels.split()) == found
-
-
 def test_sets_of_labelings_hold_their_level():
     """Of sentences whose right labelings are nearly all listed."""
     many, error = sentences(2000, 1, 100, 0.35), np.sqrt(0.09 / 1000)
@@ -98,14 +87,3 @@ def test_the_study_in_small(small, tmp_path, capsys):
     assert small(study, **given, k=1) == 0
     printed = capsys.readouterr().out
     assert "| inf  " in printed and "nan" not in printed  # too few are listed
-
-
-def test_halves_without_a_sentence_of_five_entities_do_not_count():
-    """One such half made the mean of all halves NaN."""
-
-    def certain(labels: tuple[str, ...]) -> Sentence:
-        return Sentence(labels, (labels,), np.zeros(1))
-
-    one_of_many = [certain(("B-A",))] * 5 + [certain(("B-A",) * 5)]
-    results = sets.entity_sets(one_of_many, alpha=0.5, splits=20)
-    assert results[sets.EACH_ALONE + sets.MANY] == (1, 5)

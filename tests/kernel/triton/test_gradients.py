@@ -81,6 +81,16 @@ def simulate(monkeypatch, situation):
         monkeypatch.setattr(module, name, value)
 
 
+def three_ways(mode, hidden, weight, labels, **options):
+    """Loss and gradients by the package, by the reference in fp64 and by plain PyTorch."""
+    ours = {"impl": "triton", **options, **mode}
+    return (
+        gradients(ours.pop("impl"), hidden, weight, labels, **ours),
+        gradients("reference", hidden.double(), weight.double(), labels, **options),
+        gradients(None, hidden, weight, labels, **options),
+    )
+
+
 @pytest.mark.parametrize("loss", [2, 54, 1611])
 @pytest.mark.parametrize("mode", [*EXACT_MODES, CHUNKED_MODE])
 def test_unlikely_targets(mode, loss):
@@ -89,10 +99,7 @@ def test_unlikely_targets(mode, loss):
     hidden, weight, labels, _ = inputs(60, 300, 32, seed=loss)
     scale = {2: 0.3, 54: 18.0, 1611: 540.0}[loss]
     options = {"label_smoothing": 0.1, "logit_scale": scale}
-    expected = gradients("reference", hidden.double(), weight.double(), labels, **options)
-    plain = gradients(None, hidden, weight, labels, **options)
-    options = {"impl": "triton", **options, **mode}
-    found = gradients(options.pop("impl"), hidden, weight, labels, **options)
+    found, expected, plain = three_ways(mode, hidden, weight, labels, **options)
     assert math.isclose(found[0], expected[0], rel_tol=1e-5)
     for ours, right, theirs in zip(found[1:], expected[1:], plain[1:], strict=True):
         assert error(ours, right) <= 2 * error(theirs, right) + max(3e-5, 1e-6 * loss)
@@ -118,11 +125,9 @@ def test_softcaps(mode, softcap, dtype):
     options = {"label_smoothing": 0.1, "softcap": softcap, "reduction": reduction}
     for deviation in (5.0, 100.0, 1e4):  # of the logits before the cap
         hidden, weight, labels, _ = inputs(17, 100, 24, dtype, spread=deviation)
-        expected = gradients("reference", hidden.double(), weight.double(), labels, **options)
-        plain = gradients(None, hidden, weight, labels, **options)
-        ours = {"impl": "triton", **options, **mode}
-        found = gradients(ours.pop("impl"), hidden, weight, labels, **ours)
-        for ours, right, theirs in zip(found, expected, plain, strict=True):
+        for ours, right, theirs in zip(
+            *three_ways(mode, hidden, weight, labels, **options), strict=True
+        ):
             # 1 - tanh² is a difference, and so is the kernels' tanh: a cap of 1,000 costs 1e-5
             bound = 10 * error(theirs, right) + max(2e-5, FLOOR[dtype])
             assert error(ours, right) <= bound, deviation
@@ -167,15 +172,12 @@ def test_the_labels_entries_alone(mode):
     options = {"label_smoothing": 0.3, "reduction": "sum", "z_loss": 0.05, "needs": (True,) * 3}
     tokens = torch.arange(40, device=DEVICE)
     eye = torch.eye(96, device=DEVICE)
-    ours = {"impl": "triton", **options, **mode}
-    of_hidden = gradients(ours.pop("impl"), logits, eye, labels, **ours)[1]
-    expected = gradients("reference", logits, eye, labels, **options)[1]
-    right = expected[tokens, labels]
-    torch.testing.assert_close(of_hidden[tokens, labels], right, rtol=1e-4, atol=1e-5)
+    found, expected, _ = three_ways(mode, logits, eye, labels, **options)
+    right = expected[1][tokens, labels].float()
+    torch.testing.assert_close(found[1][tokens, labels], right, rtol=1e-4, atol=1e-5)
 
-    ours = {"impl": "triton", **options, **mode}
     eye = torch.eye(40, device=DEVICE)
-    of_weight = gradients(ours.pop("impl"), eye, logits.T.contiguous(), labels, **ours)[2]
+    of_weight = three_ways(mode, eye, logits.T.contiguous(), labels, **options)[0][2]
     torch.testing.assert_close(of_weight[labels, tokens], right, rtol=1e-4, atol=1e-5)
 
 

@@ -5,9 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from loss_check import DEVICE
 
-from smoothce import explain
 from smoothce.options import Needs, Options
 from smoothce.triton import plan
 from smoothce.triton.tiles import Tiles
@@ -47,8 +45,6 @@ def plan_of(*shape, **options):
         (8192, GEMMA, {}, 2048, False),
         (16384, GEMMA, {}, 4096, False),
         (10000, (256000, 2048), {}, 2560, False),  # four parts, though a quarter is not whole tiles
-        (9200, (256000, 2300), {}, 2304, False),
-        (20000, GEMMA, {}, 5120, False),
         (300, GEMMA, {}, 384, False),
         (300, GEMMA, {"softcap": 43.3}, 384, False),
         (65536, QWEN, {}, 2048, True),  # so many are summed in fp32
@@ -98,26 +94,3 @@ def test_the_workspace_that_a_reason_names_is_the_least_that_is_enough(n, tokens
     enough = int(re.search(r"workspace=(\d+) or more", chosen.reason)[1])
     assert plan_of(n, *GEMMA, workspace=enough).mode == "grad_in_forward"
     assert plan_of(n, *GEMMA, workspace=enough - 1).mode == "recompute_backward"
-
-
-@pytest.mark.parametrize(
-    ("needs", "options", "said"),
-    [
-        ("", {}, "one product"),
-        ("hidden", {}, "2 products"),
-        ("hidden weight", {}, "3 products: gradients are made in the forward, 700 of 700 tokens"),
-        ("hidden bias", {}, "2 products"),
-        ("bias", {}, "1 product:"),  # the bias's gradient is no product of matrices
-        ("bias", {"workspace": 0}, "2 products"),
-        ("hidden weight", {"workspace": 0}, "4 products"),
-        ("hidden weight", {"filter_eps": 0.1}, "drawn at random"),
-        ("hidden weight", {"filter_eps": 0.1, "softcap": 30.0}, "the gradient is biased"),
-    ],
-)
-def test_explain_tells_products_and_what_the_filter_does(needs, options, said):
-    hidden = torch.zeros(700, 16, device=DEVICE, requires_grad="hidden" in needs)
-    weight = torch.zeros(300, 16, device=DEVICE, requires_grad="weight" in needs)
-    bias = torch.zeros(300, device=DEVICE, requires_grad=True) if "bias" in needs else None
-    found = explain(hidden, weight, bias=bias, impl="triton", **options)
-    assert f" {said}" in found
-    assert ("biased" in found) == ("biased" in said)
