@@ -1,7 +1,8 @@
 """Studies: users of the library, each a folder with a page.
 
 `command` is the command line of the studies that are configured by a file of their own: countdown,
-gguf and sequence_sets. The demo has no options, and the claims' config is a sweep file.
+gguf and sequence_sets. The demo has no options, and the configs of claims and written are sweep
+files.
 """
 
 import argparse

@@ -90,7 +90,8 @@ def loss_operator(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
     """Compute the fields of a `LossOutput`, then those of `Gradients` for an upstream factor of 1.
     An empty tensor stands for what there is none of."""
     if _makes_gradients(tensors[0], settings):
-        unit_upstream = torch.ones((), dtype=_loss_dtype(tensors[0]), device=tensors[0].device)
+        dtype = accumulation_dtype(tensors[0].dtype)
+        unit_upstream = torch.ones((), dtype=dtype, device=tensors[0].device)
         output, gradients = _run_with_gradients(tensors, settings, unit_upstream, None)
         return _without_none(tensors[0], (*output, *gradients))
     with torch.no_grad():
@@ -159,16 +160,12 @@ def _without_none(hidden: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Ten
     return tuple(hidden.new_empty(0) if x is None else x.detach() for x in tensors)
 
 
-def _loss_dtype(hidden: Tensor) -> torch.dtype:
-    return accumulation_dtype(hidden.dtype)
-
-
 @loss_operator.register_fake
 def _shapes_of_loss(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
     """Return tensors of the shapes and dtypes that the operator returns, without values."""
     hidden = tensors[0]
     (n_tokens,) = tensors[2].shape
-    per_token = hidden.new_empty(n_tokens, dtype=_loss_dtype(hidden))
+    per_token = hidden.new_empty(n_tokens, dtype=accumulation_dtype(hidden.dtype))
     loss = per_token if settings["reduction"] == "none" else per_token.new_empty(())
     output = LossOutput(loss, torch.empty_like(per_token))
     if settings["return_statistics"]:

@@ -179,5 +179,5 @@ def table(results: Results, heads: tuple[str, ...]) -> list[str]:
             is_bold = bold.get((id(row), data_set, told_by), False)
             cells.append(f"**{value}**" if is_bold else value)
         lines.append(f"| {' | '.join(cells)} |")
-    (note,) = (note for note in differences.notes if note.startswith("Bold"))
+    note = "Bold: differs from β = 0, after Holm's correction for all comparisons of this table."
     return [*lines, "", f"*{note}*"]

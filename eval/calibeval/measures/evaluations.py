@@ -91,7 +91,7 @@ class Evaluation:
     """
 
     path: Path
-    normalise: str  # by what texts' log-probabilities are divided: sum, bytes or characters
+    normalise: str  # see `Record.normalise`
     scoring: str
     model: str
     questions: int
@@ -170,7 +170,7 @@ def load(
 
     Args:
         path: The records.
-        normalise: sum, bytes or characters; by default the records' convention.
+        normalise: as of `records.read`; by default the records' convention.
         cluster: "subject" to resample whole subjects, not single questions.
         parts: What is wanted of what takes long.
         metrics: As of `measure`.

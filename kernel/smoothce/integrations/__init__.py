@@ -19,7 +19,7 @@ env.sh pins its version. Such a module
 3. leaves out smoothing and z-loss in evaluation, which is where gradients are off;
 4. refuses what would train the program's own loss instead. Where all of Hugging Face's Trainers
    may have it, that belongs in `hf_patch.trainer`;
-5. takes the options that fit, which the docstring of `Options` asks for when one is added;
+5. takes the options of the loss that fit;
 6. takes a model's scale and cap from the user where `patch_trainer` is not what runs: `automodel`
    and `torchtitan` do not see what the model does to its logits.
 """

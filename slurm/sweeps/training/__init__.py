@@ -1,4 +1,4 @@
-"""What trains a run: the Hugging Face backend, open-instruct's, and what both share.
+"""What trains a run: backend trainer, open-instruct's, backend command, and what they share.
 
 A backend is named by `backend:` of a sweep file; sweeps.runs.backend says what it must offer.
 How a run of backend trainer is stopped and goes on is told step by step in `checkpoint`, what an

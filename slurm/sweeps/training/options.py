@@ -1,4 +1,4 @@
-"""The `train:` keys of a sweep file: those of both backends, and those of backend trainer.
+"""The `train:` keys of a sweep file: those of all backends, and those of backend trainer.
 
 `python -m sweeps keys` prints the descriptions below. This module imports no torch, because
 commands that only plan or report read it too.

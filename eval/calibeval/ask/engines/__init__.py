@@ -1,6 +1,7 @@
 """Engines: from prompts' token ids to the choices' log-probabilities.
 
-    transformers   `hf.TransformersEngine`, with `hf_model` (loading) and `token_tree` (batches)
+    transformers   `hf.TransformersEngine`, with `hf_model` (loading), `token_tree` (batches) and
+                   `hf_writing` (answers); `adaptive.AdaptiveEngine` is one
     vllm           `vllm.VllmEngine`
 
 An engine knows tokens alone, neither questions nor files: it gets groups of `Job`s.
@@ -16,8 +17,7 @@ To add an engine:
   `describe`, and that name into `records.store.DECISIVE_OF_ENGINES`. A file begun with one value
   would go on with another otherwise, unnoticed.
 
-Sweeps (`sweeps.training.fit`, `sweeps.launch.preflight`, `sweeps.runs.scoring`) know engines by
-name as well.
+Sweeps (`sweeps.training.fit`, `sweeps.launch.preflight`) know engines by name as well.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
