@@ -1,6 +1,6 @@
 """How often 95 % intervals hold the truth: python tests/eval/interval_coverage.py
 
-Prints the Markdown tables of eval/METRICS.md. In a made-up world every model's true error is known:
+Prints the Markdown tables of eval/COVERAGE.md. In a made-up world every model's error is known:
 a question's label is seen through two noisy channels, one that all seeds share and one of a seed's
 own; the posterior of the choices is calibrated exactly, and a model states it shifted or sharpened.
 Of a pair that nearly agrees one model states the posterior, and the other almost the same

@@ -6,7 +6,7 @@ Nothing here is imported by the rest of the package.
 
 Most programs need no module. `smoothce.hf_patch` serves Hugging Face's Trainer and TRL's, and by
 its callback whatever hands callbacks to a Trainer, as LLaMA-Factory and ms-swift do. Lightning
-calls `patch_model`, OLMo-core takes the README's function, and open-instruct is served by patches/.
+calls `patch_model`, and open-instruct is served by patches/.
 
 A program that takes neither a callback nor a patched model gets a module here. In any case it gets
 a row of the README's table of trainers, and a test beside those in tests/kernel/integrations, whose
