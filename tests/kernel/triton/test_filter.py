@@ -18,7 +18,9 @@ from smoothce.triton.filter.pairs import (
     SHARE_ITEM,
     TILE_ITEM,
 )
+from smoothce.triton.forward import empty_output
 from smoothce.triton.tiles import tiles_for
+from smoothce.triton.tokens import valid_first
 
 WIDTH = tiles_for(torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 64, device=DEVICE)).width
 
@@ -77,8 +79,22 @@ def test_a_token_whose_label_is_forbidden_keeps_its_softmax():
 
 
 def statistics_of(hidden, weight, labels, **options):
+    """Return the share of (token, block) pairs whose gradient is computed, kept or drawn, and the
+    mean over valid tokens of the softmax mass in the others."""
     leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
-    return filter.filter_statistics(triton.kernel_call(make_call(*leaves, labels, **options)))
+    call = triton.kernel_call(make_call(*leaves, labels, **options))
+    listed_pairs = hidden.new_zeros((), dtype=torch.float32)
+    dropped_mass = torch.zeros_like(listed_pairs)
+    if call.eps is None:
+        return listed_pairs + 1, dropped_mass
+    with torch.no_grad():
+        order, valid_count = valid_first(call)
+        for _, plan in filter.plan_super_blocks(call, empty_output(call), order, valid_count):
+            listed_pairs += plan.listed.sum()
+            # Coefficients of dropped pairs are positive, those of the others 0 or negative.
+            dropped_mass += plan.pair_coefficients.clamp(min=0).sum(dtype=torch.float32)
+    n_valid = valid_count[0]
+    return listed_pairs / (n_valid * call.blocks), dropped_mass / n_valid
 
 
 def test_blocks_of_small_norms_are_drawn_from_all_the_same():

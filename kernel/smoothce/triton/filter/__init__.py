@@ -36,7 +36,7 @@ from triton import cdiv
 from smoothce.options import Gradients, LossCall, LossOutput, lacks_gradient_range
 from smoothce.triton.filter.kernels import block_sums_kernel, filtered_hidden_kernel, queue_kernel
 from smoothce.triton.filter.pairs import PairPlan, plan_pairs, schedule
-from smoothce.triton.forward import empty_output, run_forward
+from smoothce.triton.forward import run_forward
 from smoothce.triton.recompute_backward import SUPER_BLOCK_TOKENS
 from smoothce.triton.tiles import descriptor, programs
 from smoothce.triton.tokens import (
@@ -107,27 +107,6 @@ def threshold(call: LossCall) -> float | None:
     if call.most_rows < LEAST_FILTERED_ENTRIES:
         return None
     return AUTO_EPS * call.vocabulary**-0.25
-
-
-@torch.no_grad()
-def filter_statistics(call: KernelCall) -> tuple[Tensor, Tensor]:
-    """Find what the filter does to a call.
-
-    Returns the share of (token, block) pairs whose gradient is computed, kept or drawn, and the
-    mean over valid tokens of the softmax mass in the others, which the profiles stand in for. Both
-    are 0-d, on the device."""
-    listed_pairs = call.hidden.new_zeros((), dtype=torch.float32)
-    dropped_mass = torch.zeros_like(listed_pairs)
-    if call.eps is None:
-        return listed_pairs + 1, dropped_mass
-    with torch.cuda.device_of(call.hidden):
-        order, valid_count = valid_first(call)
-        for _, pairs in plan_super_blocks(call, empty_output(call), order, valid_count):
-            listed_pairs += pairs.listed.sum()
-            # Coefficients of dropped pairs are positive, those of the others 0 or negative.
-            dropped_mass += pairs.pair_coefficients.clamp(min=0).sum(dtype=torch.float32)
-        n_valid = valid_count.clamp(min=1)[0]
-        return listed_pairs / (n_valid * call.blocks), dropped_mass / n_valid
 
 
 def super_block_size(call: KernelCall) -> int:
