@@ -235,7 +235,9 @@ def calm(path: Path, folder: Path) -> list[Run]:
 def logs(folder: Path) -> str:
     """The ends of all logs below a folder, for a test that fails."""
     texts = []
-    for pattern in ("*.out", "*.log", "attempts.jsonl"):
-        for log in folder.rglob(pattern):
-            texts.append(f"{log}: {log.read_text(errors='replace')[-LOG_CHARACTERS:]}")
+    for parent, _, names in os.walk(folder):  # unlike rglob, it lets a checkpoint's folder go
+        for name in sorted(names):
+            if name.endswith((".out", ".log")) or name == "attempts.jsonl":
+                log = Path(parent, name)
+                texts.append(f"{log}: {log.read_text(errors='replace')[-LOG_CHARACTERS:]}")
     return "\n".join(texts)
