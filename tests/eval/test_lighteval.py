@@ -154,3 +154,10 @@ def test_whether_a_chat_was_asked_is_not_known(run_folder, tmp_path, run, refuse
     assert "asked with chat template 'none' and 'ab12'" in refused("compare", plain, in_chat)
     run("compare", imported_file, in_chat)
     run("compare", imported_file, plain)
+
+
+def test_a_pyarrow_that_runs_what_a_file_holds_is_refused(run_folder, refused, monkeypatch):
+    monkeypatch.setattr("pyarrow.__version__", "14.0.0")
+    (file,) = run_folder.glob("details_mmlu*")
+    message = refused("import", file, "--out", run_folder / "r.jsonl")
+    assert "pyarrow 14.0.0" in message and "pip install --upgrade pyarrow" in message

@@ -315,6 +315,33 @@ def test_odd_files_of_a_folder_end_in_words_and_in_time(toy_file, tmp_path, plan
         assert not (folder / "ran").exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("LD_LIBRARY_PATH", "/usr/lib:", "export LD_LIBRARY_PATH=/usr/lib"),
+        ("LD_LIBRARY_PATH", ":/usr/lib:/opt/a b", "export LD_LIBRARY_PATH='/usr/lib:/opt/a b'"),
+        ("SLURM_CONF", "slurm.conf", "unset SLURM_CONF"),
+    ],
+)
+def test_a_variable_that_would_load_code_from_anothers_folder_is_refused(
+    toy_file, tmp_path, name, value, remedy
+):
+    """A library of the name of one that pandas loads lay where a colleague's launch was typed."""
+    run = prepare(toy_file(grid={}))
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (run.path.parent / "launched_in").write_text(f"{theirs}\n")
+    environment = {**os.environ, name: value}
+    assert command("status", run.path.parent, env=environment).returncode != 2
+    os.chown(theirs, 12345, -1)
+    done = command("status", run.path.parent, env=environment)
+    assert done.returncode == 2
+    assert name in done.stderr and done.stderr.rstrip().endswith(f"type: {remedy}")
+    environment[name] = "/usr/lib:/opt/lib"
+    assert command("status", run.path.parent, env=environment).returncode != 2
+
+
 def test_variables_of_the_shell_are_for_what_is_typed_and_not_for_a_folder(toy_file, monkeypatch):
     monkeypatch.setenv("NUMBER", "7")
     plan = plan_sweep(toy_file(grid={"seed": [1]}, model_labels={"a": "$$x"}), [])

@@ -29,6 +29,7 @@ from calibeval.records import RawRecord
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
+OLDEST_PYARROW = (14, 1)
 MOST_UNPACKED = 1 << 30  # characters of a file of details
 ROWS_AT_ONCE = 16  # of a file of details, whose rows may be long
 
@@ -36,12 +37,18 @@ ROWS_AT_ONCE = 16  # of a file of details, whose rows may be long
 def read_lighteval(path: Path) -> Log:
     """A file of details, which are one task's, in its order."""
     try:
+        import pyarrow
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise InputError(
             f"{path}: {error}; `pip install pyarrow` gives what reads lighteval's files"
         ) from error
+    if tuple(map(int, pyarrow.__version__.split(".")[:2])) < OLDEST_PYARROW:
+        raise InputError(
+            f"{path}: pyarrow {pyarrow.__version__} runs code that a file may hold "
+            "(CVE-2023-47248); type: pip install --upgrade pyarrow"
+        )
     try:
         with open(path, "rb", opener=regular_file) as file:
             rows = _unpacked(path, ParquetFile(file))
