@@ -203,7 +203,7 @@ def _refuse_variables_that_lead_into(folder: str | os.PathLike[str]) -> None:
     if os.stat(folder).st_uid == os.geteuid() or os.path.samefile(folder, os.curdir):
         return
     for name in VARIABLES_OF_CODE:
-        parts = os.environ.get(name, "/").split(os.pathsep)
+        parts = (os.environ.get(name) or "/").split(os.pathsep)
         absolute = [part for part in parts if os.path.isabs(part)]
         if len(absolute) < len(parts):
             mended = shlex.quote(os.pathsep.join(absolute))
