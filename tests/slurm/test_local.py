@@ -92,7 +92,7 @@ def test_a_trainer_killed_with_9_starts_again_and_after_its_launch_the_same_comm
     assert "2 running" in command("status", path).stdout
     process.kill()
     wait_for(lambda: not any(programs(run) for run in runs))
-    assert "2 dead" in command("status", path).stdout
+    wait_for(lambda: "2 dead" in command("status", path).stdout)  # a lock goes with its holder
     hold.unlink()
     launch(path, "--executor", "local")
     assert all(row["progress"][0] > 0 for row in rows(killed, "began")[1:])
