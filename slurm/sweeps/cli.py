@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 CLEAR_SCREEN = "\033[H\033[2J"
 FOLLOW_PAUSE = 30  # seconds between the tables of `status --follow`
 RUN_PATIENCE = 30  # seconds to wait for another process that trains or scores the same run
-# Variables by which a program finds code, or in which it makes files.
-VARIABLES_OF_CODE = (
-    *("LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT", "OPENSSL_CONF", "OPENSSL_MODULES"),
-    *("OPENSSL_ENGINES", "SLURM_CONF", "PYTHONPYCACHEPREFIX", "TMPDIR"),
-)
+# The commands that enter the folder where a sweep was launched; the others only look.
+ENTERING = ("launch", "prefetch", "train", "score")
 
 Command = Callable[[argparse.Namespace], int | None]
 
@@ -165,8 +162,9 @@ def _typed_path(typed: str) -> Path:
 def _enter_launch_folder(parsed: argparse.Namespace) -> None:
     """Go where the launch of a folder was typed: relative paths of its sweep begin there.
 
-    Those of a sweep file begin where this command is typed. That folder may be anybody's, so
-    nothing is run or imported from it: see `_look_for_nothing_here`.
+    Those of a sweep file begin where this command is typed. That folder may be anybody's, and
+    libraries and the system's loader may look for code in it, so commands that only look need no
+    relative path and stay where they are; a dry run goes only where its own user has launched.
     """
     from sweeps.runs.grid import launch_folder
 
@@ -175,43 +173,10 @@ def _enter_launch_folder(parsed: argparse.Namespace) -> None:
         return
     if hasattr(parsed, "sweep"):
         parsed.sweep = folder.absolute()
-    remembered = launch_folder(folder)
-    if remembered is not None:
-        _look_for_nothing_here()
-        _refuse_variables_that_lead_into(remembered)
-        os.chdir(remembered)
-
-
-def _look_for_nothing_here() -> None:
-    """Take care that the folder to be entered has no say in which programs and modules are found.
-
-    Where the paths of programs and modules begin at the current folder, it is this one.
-    """
-    programs = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    os.environ["PATH"] = os.pathsep.join(map(os.path.abspath, programs))
-    sys.path[:] = map(os.path.abspath, sys.path)
-
-
-def _refuse_variables_that_lead_into(folder: str | os.PathLike[str]) -> None:
-    """Raise `InputError` where a variable names code by a path that would begin in this folder.
-
-    That is so of a relative path and of an empty part of a list. The system's loader has read such
-    a variable already, so it cannot be set right here. In a folder of one's own it does no harm.
-    """
-    from calibeval.io import InputError
-
-    if os.stat(folder).st_uid == os.geteuid() or os.path.samefile(folder, os.curdir):
-        return
-    for name in VARIABLES_OF_CODE:
-        parts = (os.environ.get(name) or "/").split(os.pathsep)
-        absolute = [part for part in parts if os.path.isabs(part)]
-        if len(absolute) < len(parts):
-            mended = shlex.quote(os.pathsep.join(absolute))
-            remedy = f"export {name}={mended}" if absolute else f"unset {name}"
-            raise InputError(
-                f"{name}: has a part that is empty or relative, and this command enters {folder}, "
-                f"another user's folder, where it could load code by it; type: {remedy}"
-            )
+    if parsed.command in ENTERING:
+        remembered = launch_folder(folder, only_own=getattr(parsed, "dry_run", False))
+        if remembered is not None:
+            os.chdir(remembered)
 
 
 def _plan(parsed: argparse.Namespace) -> "SweepPlan":

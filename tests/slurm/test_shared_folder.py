@@ -12,6 +12,7 @@ import pytest
 from sweep_tools import PROJECT, command, prepare
 
 from calibeval.io import InputError, atomic_write, open_to_write
+from sweeps import cli
 from sweeps.launch import preflight, worker
 from sweeps.runs import grid
 from sweeps.runs.events import EventKind, append_event
@@ -315,31 +316,39 @@ def test_odd_files_of_a_folder_end_in_words_and_in_time(toy_file, tmp_path, plan
         assert not (folder / "ran").exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
 @pytest.mark.parametrize(
-    ("name", "value", "remedy"),
+    ("words", "enters"),
     [
-        ("LD_LIBRARY_PATH", "/usr/lib:", "export LD_LIBRARY_PATH=/usr/lib"),
-        ("LD_LIBRARY_PATH", ":/usr/lib:/opt/a b", "export LD_LIBRARY_PATH='/usr/lib:/opt/a b'"),
-        ("SLURM_CONF", "slurm.conf", "unset SLURM_CONF"),
+        (["status"], False),
+        (["logs"], False),
+        (["collect"], False),
+        (["cancel"], False),
+        (["launch", "--dry-run"], True),
     ],
 )
-def test_a_variable_that_would_load_code_from_anothers_folder_is_refused(
-    toy_file, tmp_path, name, value, remedy
+def test_only_a_dry_run_enters_the_folder_where_a_sweep_was_launched(
+    toy_file, tmp_path, monkeypatch, words, enters
 ):
-    """A library of the name of one that pandas loads lay where a colleague's launch was typed."""
-    run = prepare(toy_file(grid={}))
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    (run.path.parent / "launched_in").write_text(f"{theirs}\n")
-    environment = {**os.environ, name: value}
-    assert command("status", run.path.parent, env=environment).returncode != 2
-    os.chown(theirs, 12345, -1)
-    done = command("status", run.path.parent, env=environment)
-    assert done.returncode == 2
-    assert name in done.stderr and done.stderr.rstrip().endswith(f"type: {remedy}")
-    environment[name] = "/usr/lib:/opt/lib"
-    assert command("status", run.path.parent, env=environment).returncode != 2
+    """A variable of the shell, as `LD_LIBRARY_PATH=:/usr/lib`, let libraries be loaded there.
+
+    A dry run goes where its own user has launched, since relative paths begin there.
+    """
+    folder = prepare(toy_file(grid={})).path.parent
+    place = tmp_path / "place"
+    place.mkdir()
+    (folder / "launched_in").write_text(f"{place}\n")
+    monkeypatch.chdir(tmp_path)
+    typed = [words[0], str(folder), *words[1:]]
+
+    def entered() -> bool:
+        monkeypatch.chdir(tmp_path)
+        cli.main(typed)
+        return Path.cwd() == place
+
+    assert entered() == enters
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    assert not entered()
 
 
 def test_variables_of_the_shell_are_for_what_is_typed_and_not_for_a_folder(toy_file, monkeypatch):
