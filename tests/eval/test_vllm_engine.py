@@ -178,8 +178,10 @@ def main(model):
     forwards = dict(engine.score([jobs]))
     backwards = dict(engine.score([jobs[::-1]]))
     engine.close()
+    # What vLLM reads together depends on time, and the last digits of a sum on that.
     for index in range(0, 16, 2):
-        assert forwards[index] == backwards[index], (index, forwards[index], backwards[index])
+        for one, other in zip(forwards[index], backwards[index], strict=True):
+            assert abs(one - other) < 1e-4, (index, forwards[index], backwards[index])
     print("done")
 
 if __name__ == "__main__":
@@ -188,7 +190,7 @@ if __name__ == "__main__":
 
 
 def test_scores_of_texts_do_not_depend_on_their_order(tiny_model, tmp_path):
-    """Whatever the prefix cache holds: the same texts, backwards, in the same records."""
+    """Whatever the prefix cache holds: the same texts, backwards, in the same process."""
     script = tmp_path / "order.py"
     script.write_text(ORDER_SCRIPT)
     command = [sys.executable, str(script), str(tiny_model)]
