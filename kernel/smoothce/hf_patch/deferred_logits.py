@@ -236,6 +236,9 @@ class DeferredLogits:
     div_ = __itruediv__
     add_ = __iadd__
 
+    def __setitem__(self, index: Any, value: Any) -> None:  # as Chameleon masks image tokens
+        raise CannotDefer("a part of the logits is changed in place")
+
     # What becomes of them.
 
     def cross_entropy(
@@ -302,17 +305,6 @@ class DeferredLogits:
                 return getattr(args[1], OPERATIONS[name])(args[0], **kwargs)
         raise CannotDefer(f"{name} is called on the logits, which a patched model does not compute")
 
-
-def _refuse_arithmetic(name: str) -> Callable[..., Any]:
-    def refuse(self: DeferredLogits, *operands: Any) -> Any:
-        raise CannotDefer(f"{name} is called on the logits, which a patched model does not compute")
-
-    return refuse
-
-
-# Python looks these up on the class, and not by `__getattr__`.
-for _name in ("__sub__", "__rsub__", "__neg__", "__pow__", "__matmul__", "__setitem__", "__lt__"):
-    setattr(DeferredLogits, _name, _refuse_arithmetic(_name))
 
 # Functions of torch, by name, and the method that stands for each.
 COMMUTATIVE = {"mul": "__mul__", "__mul__": "__mul__", "__rmul__": "__mul__"}
