@@ -4,10 +4,6 @@
 `check_values` checks the numbers in them, which on a GPU the device checks.
 """
 
-import math
-from itertools import accumulate
-from operator import mul
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,9 +48,8 @@ def prepare(
         smoothing_target = shard.local_part("smoothing_target", smoothing_target, len(weight))
     _check_shapes(hidden, weight, labels, bias, smoothing_target, token_weights)
     _check_dtypes(hidden, weight, labels, bias)
-    for name, tensor in (("smoothing_target", smoothing_target), ("token_weights", token_weights)):
-        if tensor is not None and tensor.requires_grad:
-            raise ValueError(f"{name} gets no gradient: give {name}.detach()")
+    _refuse_gradient("smoothing_target", smoothing_target)
+    _refuse_gradient("token_weights", token_weights)
     tensors = {
         "hidden": hidden.reshape(-1, hidden.shape[-1]),
         "weight": weight,
@@ -123,31 +118,18 @@ def _check_shapes(
         raise ValueError(f"bias must be ({vocabulary},), not {tuple(bias.shape)}")
     if smoothing_target is not None:
         _check_target_shape(smoothing_target, vocabulary)
-    if token_weights is not None and not _flatten_alike(token_weights.shape, labels.shape):
-        raise ValueError(
-            f"token_weights must have labels' shape {tuple(labels.shape)}, or that flattened, "
-            f"not {tuple(token_weights.shape)}"
-        )
+    if token_weights is not None and token_weights.shape != labels.shape:
+        is_one_flat = token_weights.dim() == 1 or labels.dim() == 1
+        if not is_one_flat or token_weights.numel() != labels.numel():
+            raise ValueError(
+                f"token_weights must have labels' shape {tuple(labels.shape)}, or that flattened, "
+                f"not {tuple(token_weights.shape)}"
+            )
 
 
-def _flatten_alike(shape: torch.Size, other: torch.Size) -> bool:
-    """Tell whether numbers that have the same place when both are flattened belong together.
-
-    They do where neighboring dimensions of one make up a dimension of the other, so that one has
-    all products of leading dimensions that the other has: (2, 2, 3) has 2, 4 and 12, and (4, 3)
-    has 4 and 12. (3, 4) has 3 and 12, which is another layout than either."""
-    if shape == other:
-        return True
-    if math.prod(shape) != math.prod(other):
-        return False
-    products = list(accumulate(shape, mul, initial=1))
-    other_products = list(accumulate(other, mul, initial=1))
-    return _has_all(products, other_products) or _has_all(other_products, products)
-
-
-def _has_all(numbers: list[int], wanted: list[int]) -> bool:
-    # Not by `in`, which can miss a number that is a symbol in a graph of `torch.compile`.
-    return all(any(number == one for number in numbers) for one in wanted)
+def _refuse_gradient(name: str, tensor: Tensor | None) -> None:
+    if tensor is not None and tensor.requires_grad:
+        raise ValueError(f"{name} gets no gradient: give {name}.detach()")
 
 
 def _check_dtypes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
@@ -159,15 +141,10 @@ def _check_dtypes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
         )
     if weight.dtype != dtype:
         raise TypeError(f"weight must have hidden's dtype {dtype}, not {weight.dtype}")
-    if bias is not None and not is_bias_dtype(bias.dtype, dtype):
+    if bias is not None and bias.dtype not in (dtype, torch.float32):
         raise TypeError(f"bias must have hidden's dtype {dtype} or torch.float32, not {bias.dtype}")
     if labels.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"labels must be int64 or int32, not {labels.dtype}")
-
-
-def is_bias_dtype(bias_dtype: torch.dtype, hidden_dtype: torch.dtype) -> bool:
-    """Tell whether a bias may have this dtype beside hidden states of that one."""
-    return bias_dtype in (hidden_dtype, torch.float32)
 
 
 def check_values(call: LossCall) -> None:
@@ -196,9 +173,12 @@ def check_values(call: LossCall) -> None:
 
 
 def check_target(smoothing_target: Tensor, entries: int) -> None:
-    """Raise ValueError where it is no distribution over a vocabulary of so many entries."""
+    """Raise TypeError or ValueError where it is no distribution over so many entries, as the loss
+    does, and wherever the target is: here the host waits for its numbers."""
+    check_tensors(smoothing_target=smoothing_target)
     _check_target_shape(smoothing_target, entries)
-    _check_distribution(smoothing_target)
+    _refuse_gradient("smoothing_target", smoothing_target)
+    _check_distribution(smoothing_target.float().cpu())
 
 
 def _check_target_shape(smoothing_target: Tensor, entries: int) -> None:

@@ -6,7 +6,6 @@ middle part, except with `impl="reference"` or a process group. It is no impleme
 when the graph runs, it asks `dispatch` for one.
 """
 
-import inspect
 from typing import Any, Literal, TypeAlias, TypedDict, overload
 
 import torch
@@ -295,7 +294,8 @@ def explain(
     **keywords: Unpack[LossKeywords],
 ) -> str:
     """Say in a sentence which implementation `linear_cross_entropy` takes for these inputs and
-    options, why it does, and how that one makes the gradient. For 8,192 tokens and a classifier of
+    options, why it does, and how that one makes the gradient. It takes the keywords of
+    `linear_cross_entropy`. For 8,192 tokens and a classifier of
     256,000 by 2,304 in bf16, both of which want a gradient, it is on a GPU:
 
         triton: the Triton kernels; 3 products: gradients are made in the forward, 2,048 of 8,192
@@ -339,10 +339,3 @@ def _explain_model(model: nn.Module) -> str:
         if patched_forward is not None:
             return patched_forward.explain()
     raise TypeError(f"{type(model).__name__} is not patched: call smoothce.patch_model")
-
-
-# `help()` and notebooks show the keywords one by one.
-_signature = inspect.signature(explain)
-_keywords = [*inspect.signature(linear_cross_entropy).parameters.values()][3:]
-_shown = [*_signature.parameters.values()][:2] + _keywords
-vars(explain)["__signature__"] = _signature.replace(parameters=_shown)

@@ -7,7 +7,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from smoothce.checks import autocast_dtype, check_tensors, is_bias_dtype
+from smoothce.checks import check_tensors
 from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import TokenStatistics, accumulation_dtype
 
@@ -45,8 +45,8 @@ def token_statistics(
         labels_or_zeros = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         ignore_index = -1  # nothing is masked, also where the caller's `ignore_index` is 0
     if temperature != 1:
-        # cap(x) / τ is a cap of softcap / τ on x / τ, and x is a scaled product plus a bias. What
-        # the loss refuses stays as the caller gave it, so that the loss refuses it by that.
+        # cap(x) / τ is a cap of softcap / τ on x / τ, and x is a scaled product plus a bias. A
+        # number that the loss refuses stays as the caller gave it, so that it is refused by that.
         divisor = float(temperature)
         if _is_real_number(softcap) and softcap > 0:
             softcap = softcap / divisor
@@ -54,7 +54,7 @@ def token_statistics(
             logit_scale = 1.0
         if _is_real_number(logit_scale):
             logit_scale = logit_scale / divisor
-        if bias is not None and _loss_takes_bias(bias, hidden):
+        if bias is not None:
             bias = bias.to(accumulation_dtype(bias.dtype)) / divisor
     _, statistics = linear_cross_entropy(
         hidden,
@@ -76,9 +76,3 @@ def _is_real_number(value: object) -> TypeGuard[float]:
     """Tell whether a value can be divided as a number. Unlike `is_number` this accepts infinity: to
     ask whether a number is finite breaks a graph of `torch.compile` in which it is a symbol."""
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _loss_takes_bias(bias: Tensor, hidden: Tensor) -> bool:
-    """Tell whether the loss takes a bias of this dtype beside these hidden states. Autocast casts
-    it, whatever its dtype."""
-    return autocast_dtype(hidden) is not None or is_bias_dtype(bias.dtype, hidden.dtype)

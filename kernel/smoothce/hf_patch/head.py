@@ -100,18 +100,6 @@ class LossSettings:
                 f"{self.loss!r}"
             )
 
-    def check_target(self, vocabulary: int) -> None:
-        """Raises ValueError where the smoothing target is no distribution over the vocabulary."""
-        target = self.smoothing_target
-        if target is None:
-            return
-        label = torch.zeros(1, dtype=torch.int64)
-        if isinstance(target, Tensor):
-            target = target.cpu()
-        linear_cross_entropy(
-            torch.zeros(1, 1), torch.zeros(vocabulary, 1), label, smoothing_target=target
-        )
-
     def changes_in_training(self) -> str:
         """What training without these settings would lose, as keywords: "label_smoothing=0.1".
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from smoothce.checks import check_target
 from smoothce.hf_patch.deferred_logits import Deferral, DeferredLogits
 from smoothce.hf_patch.head import (
     UPSTREAMS_IGNORE_INDEX,
@@ -89,7 +90,8 @@ def install(model: nn.Module, settings: LossSettings, *, for_trl: bool = False) 
             "DistributedDataParallel, deepspeed.initialize or torch.compile"
         )
     head = head_of(causal)
-    settings.check_target(head.out_features)  # type: ignore[arg-type]
+    if settings.smoothing_target is not None:
+        check_target(settings.smoothing_target, head.out_features)  # type: ignore[arg-type]
     earlier = PatchedForward.of(causal)
     if earlier is not None:
         for_trl = for_trl or earlier.for_trl
