@@ -133,7 +133,6 @@ def test_a_file_that_is_no_sweep_is_named(tmp_path, text, message):
 ONE_LINE = "must be one line"
 OWN_OPTIONS = {  # of sbatch, which sweeps sets itself, and what is named instead
     "--export=ALL": "pass_environment",
-    "--exp=ALL": "pass_environment",  # sbatch takes the beginning of an option
     "--array=0-9": "throttle",
     "--signal=USR1@9": "signal_seconds",
     "--output=/dev/null": "jobs/",
@@ -147,7 +146,7 @@ OWN_OPTIONS = {  # of sbatch, which sweeps sets itself, and what is named instea
     "--job-name=x": "name of the sweep",
     "--clusters=a": "name the cluster in clusters",
     "-C gpu": "should match pattern",
-    "--ti=soon": "write --time out",
+    "--time=soon": "write 12:00:00 (hours)",
 }
 TOKENS = [  # which each job's script would hold, where others can read it
     "export HF_TOKEN=hf_5ecret",

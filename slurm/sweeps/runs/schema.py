@@ -102,11 +102,8 @@ RESERVED_OPTIONS = {
 
 
 def _check_extra(text: str) -> str:
-    """Refuse a reserved option, or its beginning alone: sbatch may take that too.
-
-    --time is allowed, but only written out, as its value has to be checked.
-    """
-    name = text.removeprefix("--").partition("=")[0]
+    """Refuse a reserved option; the value of --time is checked as that of `time`."""
+    name, _, value = text.removeprefix("--").partition("=")
     if name in RESERVED_OPTIONS:
         raise PydanticCustomError(
             "reserved",
@@ -114,23 +111,7 @@ def _check_extra(text: str) -> str:
             {"name": name, "remedy": RESERVED_OPTIONS[name]},
         )
     if name == "time":
-        _check_time(text.partition("=")[2])
-    meant = [
-        f"--{reserved} ({remedy})"
-        for reserved, remedy in RESERVED_OPTIONS.items()
-        if reserved.startswith(name)
-    ]
-    if meant:
-        raise PydanticCustomError(
-            "beginning",
-            "write the option out; sbatch may read it as one that is not for profiles: {meant}",
-            {"meant": " or ".join(meant)},
-        )
-    if "time".startswith(name) and name != "time":
-        raise PydanticCustomError(
-            "beginning",
-            "write --time out; it replaces time and score_time, and is checked as they are",
-        )
+        _check_time(value)
     return text
 
 
