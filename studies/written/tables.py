@@ -1,6 +1,5 @@
 """The tables of README.md, from the published records."""
 
-import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,7 @@ def tables_of(model: str, answers: pd.DataFrame) -> list[str]:
             for confidence, words in CONFIDENCES.items():
                 if confidence in ("tokens", "sum") or confidence in rows[0]:
                     path = folder / f"{name}-{confidence}.jsonl"
-                    written(path, [read_by(confidence, row) for row in rows])
+                    written(path, [{**row, "normalise": confidence} for row in rows])
                     dataset = f"{TITLES[task]} | {words}"
                     confidences.append({**about, "dataset": dataset, "records": path.name})
     heads = ("answers to", "confidence")
@@ -116,13 +115,6 @@ def records_of(model: str, answers: pd.DataFrame) -> list[dict[str, Any]]:
                 record[str(key)] = value
         rows.append(record)
     return rows
-
-
-def read_by(confidence: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of a written answer whose confidence is this one."""
-    if confidence == "p_true":  # no record's own confidence: it becomes the answer's probability
-        return {**row, "normalise": "sum", "logprobs": [math.log(row["p_true"])]}
-    return {**row, "normalise": confidence}
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -244,6 +244,16 @@ def test_metrics_and_comparisons_are_of_the_confidence(tmp_path, run):
     run("compare", a, b, "--normalise", "p_true")
 
 
+@pytest.mark.parametrize("confidence", ["p_true", "agreement"])
+def test_records_may_say_by_which_confidence_they_are_read(tmp_path, refused, confidence):
+    a = made_records(tmp_path / "a.jsonl")
+    rows = [{**row, "normalise": confidence} for row in read_lines(a)]
+    b = write_lines(tmp_path / "b.jsonl", rows)
+    assert (records.read(b).logprobs == records.read(a, confidence).logprobs).all()
+    said = refused("temperature", b, b, "--out", tmp_path / "out.jsonl")
+    assert f"normalise {confidence!r}" in said
+
+
 def test_a_temperature_of_the_likelihood(tmp_path, run):
     fit_on = made_records(tmp_path / "fit.jsonl", seed=1, sharpness=3.0)
     rows = read_lines(fit_on)

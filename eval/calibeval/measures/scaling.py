@@ -106,8 +106,11 @@ def _check_alike(fitted_on: Records, scored: Records) -> None:
             raise InputError(
                 f"{fitted_on.path}: {key} {of_validation!r}, but {scored.path} {of_test!r}"
             )
-    if scored.normalise == "agreement":
-        raise InputError(f"{scored.path}: has no likelihoods, which a temperature would divide")
+    if scored.normalise in WRITTEN_CONFIDENCES:
+        raise InputError(
+            f"{scored.path}: normalise {scored.normalise!r}: is no likelihood, which a temperature "
+            "would divide"
+        )
     if len(models) > 1:
         raise InputError(
             f"{fitted_on.path}: is of another model than {scored.path}; fit on its own answers"

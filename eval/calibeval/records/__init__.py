@@ -84,7 +84,7 @@ class Record(BaseModel, strict=True):
     chat_template: str | None = None
     scoring: Literal["letters", "continuation", "generate"] = "letters"
     # By what the task's users divide texts' log-probabilities, and metrics do unless told.
-    normalise: Literal["sum", "bytes", "characters", "tokens", "agreement"] = "sum"
+    normalise: Literal["sum", "bytes", "characters", "tokens", "p_true", "agreement"] = "sum"
     bytes: list[Length] | None = None  # lengths of the choices' texts
     characters: list[Length] | None = None
     tokens: list[Length] | None = None  # of a written answer
