@@ -66,7 +66,9 @@ def test_hellaswag_is_the_hubs_text(tmp_path):
     rows = [{**in_parts, "ind": 3}, {**whole, "ind": 4}]
     data = write_lines(tmp_path / "hellaswag_val.jsonl", rows)
     (subject,) = tasks.load(Task(task="hellaswag", data=str(data), shots=0))
-    built = [prompts.build(subject, question, 0, "continuation") for question in subject.questions]
+    built = [
+        prompts.ContinuationScoring.build(subject, question, 0) for question in subject.questions
+    ]
     contexts = ["Ski: A man. sits. He and the", "Ski: A man. sits. he and THE"]
     assert [prompt.text for prompt in built] == contexts
     assert built[0].endings == ("falls", " goes")
@@ -120,10 +122,10 @@ def test_the_delimiter_stands_in_examples_too(tmp_path):
     examples = write_lines(tmp_path / "e.jsonl", [{**row, "id": "e"}])
     data = write_lines(tmp_path / "q.jsonl", [{**row, "question": "质?"}])
     (subject,) = tasks.load(Task(task=str(task), data=str(data), examples=str(examples)))
-    letters = prompts.build(subject, subject.questions[0], 1)
+    letters = prompts.LetterScoring.build(subject, subject.questions[0], 1)
     assert letters.text.startswith("光?\nA. 质\nB. 量\nAnswer:B\n\n质?")
     assert letters.separator == ""
-    texts = prompts.build(subject, subject.questions[0], 1, "continuation")
+    texts = prompts.ContinuationScoring.build(subject, subject.questions[0], 1)
     assert texts.text.startswith("Question: 光?\nAnswer:量\n\nQuestion: 质?")
 
 
@@ -171,7 +173,7 @@ def test_what_does_not_fit_is_cut(tiny_model, tmp_path, capsys, scoring_mode, sc
     cut = rows[1]["truncated"]
     assert cut > 0
     (subject,) = tasks.load(Task(task="jsonl", data=str(data), shots=0))
-    context = prompts.build(subject, subject.questions[1], 0, scoring=scoring_mode).text
+    context = prompts.SCORING_MODES[scoring_mode].build(subject, subject.questions[1], 0).text
     expected = [log_probability(tiny_model, context, f" {text}", cut) for text in scored_texts]
     assert rows[1]["logprobs"] == pytest.approx(expected, abs=1e-4)
 

@@ -97,7 +97,7 @@ def test_the_example_asks_winogrande_as_lighteval_does(tmp_path):
     expected = {row["doc"]["id"]: row["doc"] for row in rows_of("winogrande")}
     for number, question in enumerate(subject.questions):
         document = expected[str(number)]
-        prompt = prompts.build(subject, question, 0, "continuation")
+        prompt = prompts.ContinuationScoring.build(subject, question, 0)
         whole = [prompt.text + prompt.separator + ending for ending in prompt.endings]
         assert whole == [document["query"] + choice for choice in document["choices"]]
         assert question.label == document["gold_index"]

@@ -45,7 +45,9 @@ def test_all_official_prompts(shared_data):
     assert len(subjects) == 57
     assert sum(len(subject.questions) for subject in subjects) == 14042
     for subject in subjects:
-        built = [prompts.build(subject, question, 5).text for question in subject.questions]
+        built = [
+            prompts.LetterScoring.build(subject, question, 5).text for question in subject.questions
+        ]
         assert built == official_prompts(data, subject.name)
 
 
@@ -106,7 +108,7 @@ def test_hellaswags_original_rows(tmp_path):
     assert question.text == "Ski: A b"
     assert question.label == 1
     assert subject.examples[0].label == 0
-    assert prompts.build(subject, question, 1).text == (
+    assert prompts.LetterScoring.build(subject, question, 1).text == (
         "The following are multiple choice questions (with answers) about  how an everyday "
         "situation goes on.\n\nSki: A b\nA. c\nB. d\nAnswer: A\n\nSki: A b\nA. c\nB. d\nAnswer:"
     )
@@ -147,7 +149,7 @@ def test_examples_are_of_another_subject_where_it_has_none(questions_file, examp
     (sums,) = load(
         "jsonl", questions_file, shots=2, examples=str(examples_file), subjects=("sums",)
     )
-    assert prompts.build(sums, sums.questions[0], 2).text == (
+    assert prompts.LetterScoring.build(sums, sums.questions[0], 2).text == (
         "The following are multiple choice questions (with answers) about  sums.\n\n"
         "Sky?\nA. red\nB. blue\nAnswer: B\n\nSea?\nA. red\nB. blue\nAnswer: B\n\n"
         "1 + 1?\nA. 1\nB. 2\nC. 3\nAnswer:"
@@ -165,7 +167,7 @@ def test_examples_are_not_asked_under_another_id_either(tmp_path):
 def test_texts_for_continuation_may_be_others(tmp_path):
     row = {**SKY, "context": "Q: Sky?\nA:", "endings": ["r", "b"]}
     (subject,) = load("jsonl", write_lines(tmp_path / "q.jsonl", [row]))
-    prompt = prompts.build(subject, subject.questions[0], 0, "continuation")
+    prompt = prompts.ContinuationScoring.build(subject, subject.questions[0], 0)
     assert prompt.text.endswith("\n\nQ: Sky?\nA:")
     assert prompt.endings == ("r", "b")
 
@@ -223,11 +225,11 @@ def test_a_task_file(logic, tmp_path):
     assert [question.label for question in subject.questions] == [1, 0]
     question = subject.questions[0]
     assert question.id == "logic/0"
-    assert prompts.build(subject, question, 0).text == (
+    assert prompts.LetterScoring.build(subject, question, 0).text == (
         "The following are multiple choice questions (with answers) about  what follows.\n\n"
         "All cats, all Is it so that cats purr?\nA. no\nB. yes\nAnswer:"
     )
-    prompt = prompts.build(subject, question, 0, "continuation")
+    prompt = prompts.ContinuationScoring.build(subject, question, 0)
     assert prompt.text == "All cats, all cats purr:"
     assert prompt.endings == ("no", "yes")
 
@@ -322,7 +324,7 @@ def test_a_task_by_language(tmp_path):
     (tmp_path / "de").mkdir()
     write_lines(tmp_path / "de" / "test.jsonl", [row])
     (subject,) = load("global_mmlu", tmp_path, language="de")
-    assert prompts.build(subject, subject.questions[0], 0).text == (
+    assert prompts.LetterScoring.build(subject, subject.questions[0], 0).text == (
         "Was?\nA. a\nB. b\nC. c\nD. d\nAnswer:"
     )
     with pytest.raises(InputError, match="is by language; give --language"):

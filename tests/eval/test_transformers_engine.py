@@ -37,7 +37,7 @@ def test_equals_the_plain_way(mmlu, tiny_model, score, shots, options):
     questions = load_questions(mmlu, shots)
     assert [row["id"] for row in rows] == [question.id for _, question in questions]
     for (subject, question), row in list(zip(questions, rows, strict=True))[::9]:
-        prompt = prompts.build(subject, question, shots)
+        prompt = prompts.LetterScoring.build(subject, question, shots)
         expected = [log_probability(tiny_model, prompt.text, f" {letter}") for letter in "ABCD"]
         assert row["logprobs"] == pytest.approx(expected, abs=2e-5)
         assert row["letter_mass"] == pytest.approx(sum(map(math.exp, expected)), abs=1e-5)
@@ -53,7 +53,9 @@ def test_shots_are_dropped_until_the_prompt_fits(mmlu, tiny_model):
     questions = load_questions(mmlu, shots=5)
 
     def length(subject, question, shots: int) -> int:
-        return len(tokenizer(prompts.build(subject, question, shots).text)["input_ids"])
+        return len(
+            tokenizer(prompts.LetterScoring.build(subject, question, shots).text)["input_ids"]
+        )
 
     # Half of the questions fit with three examples.
     lengths_with_three = sorted(length(*question, 3) for question in questions)
@@ -61,7 +63,7 @@ def test_shots_are_dropped_until_the_prompt_fits(mmlu, tiny_model):
     expected = []
     for subject, question in questions:
         most = max(shots for shots in range(6) if length(subject, question, shots) <= limit)
-        expected.append(prompts.build(subject, question, most))
+        expected.append(prompts.LetterScoring.build(subject, question, most))
     items = scoring.fit_prompts(tasks.load(task), task, tokenizer, limit)
     assert [item.prompt for item in items] == expected
     assert len({item.prompt.shots for item in items}) > 1

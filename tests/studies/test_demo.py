@@ -19,6 +19,6 @@ def test_oracle_and_exam_are_calibevals(tmp_path):
         for read, question in zip(subject.questions, questions, strict=True):
             assert read.label == labels.pop(read.id) == question.answer
         answer = f" {world.LETTERS[questions[-1].answer]}\n\n"
-        text = prompts.build(subject, subject.questions[-1], 5).text
+        text = prompts.LetterScoring.build(subject, subject.questions[-1], 5).text
         assert text + answer == world.exam([*shots[subject.name], questions[-1]])
     assert not labels

@@ -345,13 +345,6 @@ SCORING_MODES: dict[ScoringName, type[ScoringMode]] = {
 }
 
 
-def build(
-    subject: Subject, question: Question, shots: int, scoring: ScoringName = "letters"
-) -> Prompt:
-    """The plain prompt of a question behind its subject's first `shots` examples."""
-    return SCORING_MODES[scoring].build(subject, question, shots)
-
-
 def _delimiter_after(text: str, subject: Subject) -> str:
     """What stands between a question's text and the answer to it."""
     if subject.delimiter is not None:
