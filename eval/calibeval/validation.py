@@ -1,12 +1,7 @@
 """Checking values from files and command lines against pydantic models.
 
 Models of what a user writes derive from `Strict`. `checked` makes a model of some values, or
-raises `InputError` with one line about the first thing that is wrong. A caller that reports every
-problem, or knows in which line each key stands, catches pydantic's error itself:
-
-    except ValidationError as error:
-        for problem in problems(error):
-            lines.append(f"{problem.place(places, path)}: {problem.describe()}")
+raises `InputError` with one line about the first thing that is wrong.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -114,8 +109,7 @@ class ProblemKind(Enum):
 
     MISSING = "a key is not there"
     UNKNOWN = "a key is there that the model does not have"
-    RULE = "a rule in code is broken: a field's, or a model's, whose message names the key"
-    VALUE = "a value is of another type or out of its range"
+    VALUE = "a value is of another type or out of its range, or a rule in code is broken"
 
 
 @dataclass(frozen=True)
@@ -134,17 +128,6 @@ class Problem:
     def key(self) -> str:
         """The path as one dotted key, such as "tasks.0.data"; empty for the values as a whole."""
         return ".".join(self.path)
-
-    def place(self, places: Mapping[str, str], default: str) -> str:
-        """Where the key stands, or the nearest key above it; `default` where no place is known.
-
-        `places` maps dotted keys to places such as "sweep.yaml:12".
-        """
-        for length in range(len(self.path), 0, -1):
-            key = ".".join(self.path[:length])
-            if key in places:
-                return places[key]
-        return default
 
     def describe(self, known_keys: Collection[str] = ()) -> str:
         """The problem in one line; `known_keys` are listed where a key is unknown."""
@@ -173,7 +156,6 @@ def problems(error: ValidationError) -> list[Problem]:
     kinds = {
         "missing": ProblemKind.MISSING,
         "extra_forbidden": ProblemKind.UNKNOWN,
-        "value_error": ProblemKind.RULE,
     }
     found: list[Problem] = []
     tried_before = False

@@ -735,7 +735,8 @@ def test_lm_evals_repeats_are_samples(tmp_path, imported, refused):
     assert found.labels.tolist() == [0, 1]
     assert found.logprobs.tolist() == [[pytest.approx(math.log(0.5))]] * 2
     assert "no 'sum'" in refused("metrics", out, "--normalise", "sum")
-    assert "no likelihoods" in refused("temperature", out, out, "--out", tmp_path / "t.jsonl")
+    said = refused("temperature", out, out, "--out", tmp_path / "t.jsonl")
+    assert "normalise 'agreement'" in said
 
 
 ONE_REPLY = {

@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from pydantic import TypeAdapter
 from tqdm import tqdm
-from typing_extensions import assert_never
 
 from calibeval import records as record_files
 from calibeval.io import (
@@ -143,11 +142,7 @@ class Evaluation:
     @property
     def cluster_count(self) -> int | None:
         """How many clusters were resampled; None where single questions were."""
-        if self.cluster is None:
-            return None
-        if self.cluster == "subject":
-            return self.subjects
-        assert_never(self.cluster)
+        return None if self.cluster is None else self.subjects
 
 
 KEPT_FORM: TypeAdapter[Evaluation] = TypeAdapter(Evaluation)
@@ -181,7 +176,7 @@ def load(
     path = Path(path)
     if metrics is not None:
         return measure(record_files.read(path, normalise), cluster, metrics, parts)
-    _check_options(cluster, parts)
+    _check_cluster(cluster)
     if path.is_file():
         refuse_larger(path, path.stat().st_size, LARGE_FILE)
     options = [option for option in (normalise, cluster) if option is not None]
@@ -221,15 +216,12 @@ def _is_own(file: Path) -> bool:
     return file.lstat().st_uid == os.geteuid() and owners_of_links <= {0, os.geteuid()}
 
 
-def _check_options(cluster: str | None, parts: Collection[str]) -> None:
-    """Raise `InputError` where a cluster or a part is none that there is."""
+def _check_cluster(cluster: str | None) -> None:
+    """Raise `InputError` where a cluster is none that there is."""
     clusters = get_args(Cluster)
     if cluster is not None and cluster not in clusters:
         known = ", ".join(map(repr, clusters))
         raise InputError(f"cluster is {cluster!r}; expected {known}, or None for single questions")
-    for part in parts:
-        if part not in PARTS:
-            raise InputError(f"parts: no {part!r}; expected {', '.join(PARTS)}")
 
 
 def _read_kept(kept: Path, key: list[str | None], path: Path) -> Evaluation | None:
@@ -295,7 +287,7 @@ def measure(
             raise InputError(f"metrics: no {name!r}; expected {', '.join(METRICS)}")
     if parts is None:
         parts = PARTS if metrics is None else ("draws",)
-    _check_options(cluster, parts)
+    _check_cluster(cluster)
     if metrics is None:
         metrics = default_metrics(records)
     records = in_order(records)

@@ -497,17 +497,17 @@ def _own_noise(side: Side) -> float:
     return max((trace - (covariance.sum() - trace) / (seeds - 1)) / seeds, 0.0)
 
 
-def holm(p_values: Sequence[float | None], level: float = FAMILY_LEVEL) -> list[bool]:
+def holm(p_values: Sequence[float | None]) -> list[bool]:
     """Which of m comparisons survive Holm's correction (Holm 1979).
 
-    From the least p on, the i-th of them is compared with level / (m − i + 1), and the first that
-    is not below ends it: the probability that any true null hypothesis falls is at most `level`,
-    however the comparisons depend on each other. None is no comparison.
+    From the least p on, the i-th of them is compared with FAMILY_LEVEL / (m − i + 1), and the first
+    that is not below ends it: the probability that any true null hypothesis falls is at most
+    FAMILY_LEVEL, however the comparisons depend on each other. None is no comparison.
     """
     least_first = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
     survives = [False] * len(p_values)
     for rank, (p, place) in enumerate(least_first):
-        if p >= level / (len(least_first) - rank):
+        if p >= FAMILY_LEVEL / (len(least_first) - rank):
             break
         survives[place] = True
     return survives

@@ -33,7 +33,6 @@ from calibeval.measures import (
     METRICS,
     SIGNIFICANCE,
     WITH_INTERVAL,
-    Cluster,
     ConfidenceDefinition,
     Evaluation,
     stats,
@@ -457,7 +456,6 @@ def collect(
     title: str = "Calibration",
     note: str = "",
     sections: Sequence[str] = (),
-    cluster: Cluster | None = None,
 ) -> str:
     """Write the tables, the figures and report.html into `out`; return the tables as Markdown.
 
@@ -468,13 +466,12 @@ def collect(
         title: The page's title.
         note: HTML under the title.
         sections: More HTML, after the figures.
-        cluster: "subject" to resample whole subjects where a data set has ten or more.
 
     Raises:
         InputError: Bad input, before anything is written.
     """
     chosen = read_columns(columns)
-    return write(index.read(source, cluster), Path(out), chosen, title, note, sections)
+    return write(index.read(source), Path(out), chosen, title, note, sections)
 
 
 def write(

@@ -72,7 +72,7 @@ class TransformersEngine:
     """Scores batches of questions behind their prefix, which is computed once.
 
     `model` is a folder, a name on the hub, or a loaded model, which stays on its device and in its
-    precision. `batch_size` bounds the questions of a batch in addition to `limits`.
+    precision. `batch_size` bounds the questions of a batch in addition to `BatchLimits`.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class TransformersEngine:
         dtype: Precision = "auto",
         batch_size: int | None = None,
         revision: str | None = None,
-        limits: BatchLimits | None = None,
     ):
         if isinstance(model, str):
             model = load_model(model, dtype, revision)
@@ -94,7 +93,7 @@ class TransformersEngine:
         self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         self.device = next(self.model.parameters()).device
         self.batch_size = batch_size
-        self.limits = limits or BatchLimits()
+        self.limits = BatchLimits()
         self.vocabulary = text_config(self.model.config).vocab_size
         self.cache_bytes_per_token = cache_bytes_per_token(self.model)
         # What `_tree_is_read_right` has come to; None while that has not been tried.
