@@ -106,10 +106,10 @@ def lines(model_runs: list[AnsweredRun]) -> list[str]:
     return text + task_table(others, "MMLU, other parts")
 
 
-def recipes_of_first_tables(labels: dict[str, str] = SETTING_LABELS) -> list[RowRecipe]:
+def recipes_of_first_tables() -> list[RowRecipe]:
     """The rows of the tables that every task has, in their order."""
     recipes = [RowRecipe("before fine-tuning", "", BASE)]
-    for part, label in labels.items():
+    for part, label in SETTING_LABELS.items():
         recipes += [RowRecipe(label, f"{beta:g}", Term(part, beta)) for beta in BETAS]
         if part in TEMPERATURE_TERMS:
             at_temperature = f"{label}, then a temperature"
