@@ -248,11 +248,10 @@ def _refuse_another_run(output: Path, settings: dict[str, str]) -> None:
     if not (output / SETTINGS_FILE).is_file():
         return
     before = json.loads((output / SETTINGS_FILE).read_text())
-    # An earlier version noted fewer settings; what it did not note is not known to differ.
     changes = [
-        f"{name} {before[name]}, now {settings[name]}"
-        for name in settings
-        if name in before and before[name] != settings[name]
+        f"{name} {before.get(name)}, now {setting}"
+        for name, setting in settings.items()
+        if before.get(name) != setting
     ]
     if changes:
         refuse(
