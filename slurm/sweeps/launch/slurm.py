@@ -347,8 +347,6 @@ def _compare_profiles(
 
 def _profile_differences(file: Path, cluster: Cluster) -> list[str]:
     """What a job's profile says differently from this one: `key: value, now value`."""
-    if not file.exists():  # an earlier version wrote none
-        return []
     earlier, _ = read_yaml(file)
     differences = []
     for key, value in cluster.model_dump(mode="json").items():

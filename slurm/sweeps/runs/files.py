@@ -34,13 +34,11 @@ _held_here: set[tuple[int, int]] = set()
 
 
 @contextlib.contextmanager
-def locked(
-    path: Path, patience: float, busy_message: str, silent_seconds: float = SILENT_SECONDS
-) -> Iterator[None]:
+def locked(path: Path, patience: float, busy_message: str) -> Iterator[None]:
     """Hold a lock, which the kernel releases when the process ends, however it ends.
 
     Raises InputError with the words of `busy_message` if another process still holds the lock after
-    `patience` seconds; the same words are printed when the wait has taken `silent_seconds`. Where
+    `patience` seconds; the same words are printed when the wait has taken SILENT_SECONDS. Where
     the file system knows no locks, a warning says so, and only this process knows of the lock.
     """
     with open(path, "a", opener=regular_file) as file:
@@ -56,7 +54,7 @@ def locked(
                 waited = time.monotonic() - began
                 if waited > patience:
                     raise InputError(busy_message) from None
-                if waited > silent_seconds and not told:
+                if waited > SILENT_SECONDS and not told:
                     told = True
                     show(f"waiting: {busy_message}", to_stderr=True)
                 time.sleep(RETRY_SECONDS)

@@ -334,11 +334,7 @@ def _expand_grid(read: _ReadSweep) -> list[Run]:
             problem = scoring_problem(sweep.backend, train_options)
             if problem is not None:
                 raise InputError(f"{read.file}: {problem}")
-        values = train_options.model_dump()
-        for key, value in values.items():
-            if value == 0 and isinstance(value, float):
-                values[key] = 0.0  # -0.0 is the same setting
-        config = _config(sweep, sweep.backend, values, sweep.world)
+        config = _config(sweep, sweep.backend, train_options.model_dump(), sweep.world)
         if config.name in runs:
             both = f"{grid_values} and {runs[config.name].grid_values}"
             place = nearest_place("grid", read.places, read.file)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from calibeval.ask.request import DEFAULT_COLUMNS, Request
@@ -165,12 +165,6 @@ class World(Strict):
         "FSDP configuration (transformers' `fsdp_config`) as a JSON file, for example "
         "configs/fsdp/fsdp2.json; null uses no FSDP.",
     )
-
-    @field_validator("deepspeed", "fsdp")
-    @classmethod
-    def _none_if_empty(cls, file: str | None) -> str | None:
-        """Take an empty name as null, so that all who ask agree that there is no file."""
-        return file or None
 
     @property
     def processes(self) -> int:
