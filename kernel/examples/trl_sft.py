@@ -1,4 +1,4 @@
-"""Label-smoothed fine-tuning with TRL (`pip install trl`), from the hub or from files:
+"""Label-smoothed fine-tuning with TRL (`pip install "trl>=1.15,<1.17"`), from the hub or files:
 
     python trl_sft.py --output_dir out
     python trl_sft.py --model MODEL --data DATA.jsonl --label_smoothing 0.2 --output_dir out

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CLEAR_SCREEN = "\033[H\033[2J"
 FOLLOW_PAUSE = 30  # seconds between the tables of `status --follow`
 RUN_PATIENCE = 30  # seconds to wait for another process that trains or scores the same run
-# The commands that enter the folder where a sweep was launched; the others only look.
+# The commands that enter the folder where anybody has launched a sweep; the others only look.
 ENTERING = ("launch", "prefetch", "train", "score")
 
 Command = Callable[[argparse.Namespace], int | None]
@@ -163,8 +163,8 @@ def _enter_launch_folder(parsed: argparse.Namespace) -> None:
     """Go where the launch of a folder was typed: relative paths of its sweep begin there.
 
     Those of a sweep file begin where this command is typed. That folder may be anybody's, and
-    libraries and the system's loader may look for code in it, so commands that only look need no
-    relative path and stay where they are; a dry run goes only where its own user has launched.
+    libraries and the system's loader may look for code in it. So commands that only look, and a dry
+    run, go only where their own user has launched.
     """
     from sweeps.runs.grid import launch_folder
 
@@ -173,10 +173,10 @@ def _enter_launch_folder(parsed: argparse.Namespace) -> None:
         return
     if hasattr(parsed, "sweep"):
         parsed.sweep = folder.absolute()
-    if parsed.command in ENTERING:
-        remembered = launch_folder(folder, only_own=getattr(parsed, "dry_run", False))
-        if remembered is not None:
-            os.chdir(remembered)
+    only_looks = parsed.command not in ENTERING or getattr(parsed, "dry_run", False)
+    remembered = launch_folder(folder, only_own=only_looks)
+    if remembered is not None:
+        os.chdir(remembered)
 
 
 def _plan(parsed: argparse.Namespace) -> "SweepPlan":

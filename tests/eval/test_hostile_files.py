@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -416,16 +417,32 @@ CARDS_AS_PAIRS = (
     '!!pairs [configs: [{data_files: "https://127.0.0.1:9/a.csv"}]]\n',
     'configs: !!pairs [data_files: "https://127.0.0.1:9/a.csv"]\n',
     'configs: !!set {"https://127.0.0.1:9/a.csv"}\n',
+    "configs: [{version: !!binary Ly4uLy4uL3RtcC9wbGFudGVk}]\n",
 )
 
 
 @pytest.mark.parametrize("text", CARDS_AS_PAIRS)
-def test_a_card_of_pairs_hides_no_address(data_folder, text):
-    """`datasets` updates a dictionary by it, so it asked the address."""
+def test_a_card_of_other_kinds_hides_no_address_and_no_path(data_folder, text):
+    """`datasets` updates a dictionary by pairs, so it asked the address; and it made folders where
+    a version in base 64 led."""
     folder = data_folder()
     Path(folder, ".huggingface.yaml").write_text(text)
-    with pytest.raises(InputError, match=r"expected keys with values|lies outside the folder"):
+    with pytest.raises(InputError, match=r"expected keys with values|is of the kind tag:"):
         load(Task(task="mmlu", data=folder, shots=0))
+
+
+@pytest.mark.parametrize("kind", ["tar", "gztar", "zip"])
+def test_no_archive_of_a_folder_of_data_is_unpacked(data_folder, tmp_path, kind):
+    """A tar by the name of test.json wrote over files outside the cache, by links in it."""
+    pytest.importorskip("datasets")
+    folder = data_folder()
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "a.json").write_text('{"goal": "?", "sol1": "a", "sol2": "b", "label": 0}\n')
+    archive = shutil.make_archive(str(tmp_path / "packed"), kind, inside)
+    shutil.move(archive, Path(folder, "validation.json"))
+    with pytest.raises(InputError, match=r"validation\.json: an archive, which would be unpacked"):
+        load(Task(task="piqa", data=folder, shots=0))
 
 
 @pytest.mark.parametrize("name", ["q[1]", "s::d/data", "all*"])

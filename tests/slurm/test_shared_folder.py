@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -238,11 +239,6 @@ def planted_job(run, tag: str, **files: bytes) -> None:
         (folder / name.replace("_", ".")).write_bytes(content)
 
 
-def planted_program(file: Path) -> None:
-    file.write_text(f"#!/bin/sh\ntouch '{file.parent}/ran'\n")
-    file.chmod(0o755)
-
-
 def planted_rows(file: Path, *rows: dict) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -276,7 +272,6 @@ ODD_FILES = {
         (run.path.parent / "launched_in").write_text(f"{run.path.parent}\n{ESCAPE}\n"),
         os.mkfifo(run.path.parent / "matplotlibrc"),
         planted_job(run, "abc123"),
-        planted_program(run.path.parent / "squeue"),
     ),
     "an endless log": lambda run: (run.attempts_file.touch(), os.truncate(run.metrics, 1 << 40)),
 }
@@ -300,7 +295,7 @@ def test_odd_files_of_a_folder_end_in_words_and_in_time(toy_file, tmp_path, plan
     plant(run)
     (tmp_path / "squeue").write_text("#!/bin/sh\n")
     (tmp_path / "squeue").chmod(0o755)
-    path = f".{os.pathsep}{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     folder = run.path.parent
     for words in (
         ["status", folder],
@@ -313,42 +308,40 @@ def test_odd_files_of_a_folder_end_in_words_and_in_time(toy_file, tmp_path, plan
         assert done.returncode in (0, 1, 2) and "Traceback" not in printed, printed
         assert "\x1b" not in printed and "\x9b" not in printed
         assert not any(line.startswith("forged") for line in printed.splitlines()), printed
-        assert not (folder / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "enters"),
-    [
-        (["status"], False),
-        (["logs"], False),
-        (["collect"], False),
-        (["cancel"], False),
-        (["launch", "--dry-run"], True),
-    ],
-)
-def test_only_a_dry_run_enters_the_folder_where_a_sweep_was_launched(
-    toy_file, tmp_path, monkeypatch, words, enters
-):
-    """A variable of the shell, as `LD_LIBRARY_PATH=:/usr/lib`, let libraries be loaded there.
-
-    A dry run goes where its own user has launched, since relative paths begin there.
-    """
+@pytest.mark.parametrize("command_word", ["status", "logs", "collect", "cancel", "launch"])
+def test_who_looks_enters_only_where_he_has_launched(toy_file, tmp_path, monkeypatch, command_word):
+    """A variable of the shell, as `LD_LIBRARY_PATH=:/usr/lib`, had a library of a colleague's
+    folder loaded. Where it is one's own, relative paths of tasks begin there."""
     folder = prepare(toy_file(grid={})).path.parent
     place = tmp_path / "place"
     place.mkdir()
     (folder / "launched_in").write_text(f"{place}\n")
-    monkeypatch.chdir(tmp_path)
-    typed = [words[0], str(folder), *words[1:]]
+    typed = [command_word, str(folder)]
+    if command_word == "launch":
+        typed.append("--dry-run")
 
     def entered() -> bool:
         monkeypatch.chdir(tmp_path)
         cli.main(typed)
         return Path.cwd() == place
 
-    assert entered() == enters
+    assert entered()
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     assert not entered()
+
+
+def test_a_run_in_a_runs_folder_is_none(toy_file, tmp_path):
+    """Its scores could be a link, which was followed: only a sweep's own runs were looked at."""
+    run = prepare(toy_file(grid={}))
+    inner = run.path / run.name
+    inner.mkdir()
+    shutil.copy(run.config_file, inner)
+    (inner / "scores").symlink_to(tmp_path)
+    with pytest.raises(InputError, match=f"{run.path}/launched.yaml: could not be read"):
+        plan_to_look_at(inner, [])
 
 
 def test_variables_of_the_shell_are_for_what_is_typed_and_not_for_a_folder(toy_file, monkeypatch):

@@ -52,6 +52,7 @@ HUB_NAME = re.compile(rf"{HUB}[\w-][\w.-]*/[\w-][\w.-]*")
 CARD_HEAD = re.compile(r"^\s*---(\r\n|\r|\n)(?P<yaml>[\S\s]*?)(\r\n|\r|\n)---[ \t]*(\r\n|\n|$)")
 # The types of columns, as `datasets` calls them, that hold what they say.
 PLAIN_KINDS = {"Value", "List", "LargeList", "Sequence", "ClassLabel", "Json"}
+ARCHIVES = ("tar", "zip", "rar", "7z")  # as `datasets` calls those that it unpacks into a folder
 ANY_SUBJECT = "*"  # in the name of a file, for `glob`
 
 PlacedRow = tuple[str, dict[str, Any]]  # "path, line number", and the row
@@ -418,9 +419,13 @@ class _Reader:
         try:
             import datasets
 
+            if not data.startswith(HUB):
+                _refuse_archives(Path(data))
             with _silent(datasets):
                 rows = datasets.load_dataset(name, config, split=hub_split, trust_remote_code=False)
                 rows = rows.select_columns(_columns_without_files(rows.features))
+        except InputError:
+            raise
         except Exception as error:  # the library raises errors of many kinds
             if data.startswith(HUB):
                 raise InputError(f"{data}: cannot be loaded from the hub: {error}") from error
@@ -473,6 +478,18 @@ def _refuse_files_elsewhere(folder: Path) -> None:
                 )
 
 
+def _refuse_archives(folder: Path) -> None:
+    """Raise `InputError` for an archive, whatever its name says: `datasets` would unpack it.
+
+    The folder may be anybody's, and links in an archive can lead what is unpacked anywhere.
+    """
+    from datasets.utils.extract import Extractor
+
+    for path in _everything_below(folder):
+        if path.is_file() and Extractor.infer_extractor_format(str(path)) in ARCHIVES:
+            raise InputError(f"{path}: an archive, which would be unpacked: unpack it yourself")
+
+
 def _everything_below(folder: Path) -> Iterator[Path]:
     """All files and folders below a folder; `InputError` where one of these cannot be listed."""
 
@@ -485,12 +502,12 @@ def _everything_below(folder: Path) -> Iterator[Path]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in lists, pairs, sets and mappings, the mappings' keys too."""
+    """The texts in lists and mappings, the mappings' keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         yield from _texts([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple | set):
+    elif isinstance(value, list):
         for item in value:
             yield from _texts(item)
 

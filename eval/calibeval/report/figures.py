@@ -205,8 +205,9 @@ def reliability_diagrams(
     for axis in axes[:, 0]:
         axis.set_ylabel("accuracy")
     for axis in axes.flat[max(len(rows) - across, 0) : len(rows)]:  # the last of each column
-        axis.set_xlabel(f"confidence {AMONG_WORDS[among]}")
         axis.tick_params(labelbottom=True)
+    # Once for all: five panels beside each other are narrower than these words.
+    canvas.supxlabel(f"confidence {AMONG_WORDS[among]}", fontsize="medium")
     return canvas
 
 

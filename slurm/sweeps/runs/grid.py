@@ -189,22 +189,22 @@ def _plan(
     `ours` are those of this project, and any that a sweep file names which is not a folder's.
     The file is read once: a second time somebody else may have put another one there.
     """
-    if _is_run_folder(source):
-        return _only(source, _plan(source.parent, assignments, imports), assignments)
-    read = _read_sweep(source, assignments)
+    run_folder = source if _is_run_folder(source) else None
+    read = _read_sweep(source.parent if run_folder else source, assignments)
     is_ours = not read.is_folder or read.sweep.backend in built_in_backends()
     if imports == "any" or (imports == "ours" and is_ours):
         runs = _expand_grid(read)
         baselines = _baselines(read.sweep, read.folder, runs)
     else:
         runs, baselines = _runs_in_folders(read)
-    return SweepPlan(
+    plan = SweepPlan(
         folder=read.folder,
         typed=(str(source), *assignments),
         sweep=read.sweep,
         runs=runs,
         baselines=baselines,
     )
+    return _only(run_folder, plan, assignments) if run_folder else plan
 
 
 def _runs_in_folders(read: "_ReadSweep") -> tuple[list[Run], list[Run]]:
