@@ -4,7 +4,8 @@ A patched head answers with `DeferredLogits`. They hold the hidden states and no
 does to its logits on the way to its loss: which tokens it takes, by what it scales them, how it
 caps them. The cross-entropy that takes them calls the head once more, with the labels and these
 notes, and the head computes the loss from the hidden states. Anything else that is done to them
-raises CannotDefer, so that no model trains on another loss than it says.
+raises CannotDefer, or Python's own TypeError for an operator that they lack, so that no model
+trains on another loss than it says.
 """
 
 from collections.abc import Callable

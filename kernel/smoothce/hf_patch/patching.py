@@ -75,8 +75,9 @@ def patch_model(model: nn.Module, **keywords: Unpack[PatchSettings]) -> nn.Modul
 
     Raises ValueError for a setting out of range, and TypeError for an unknown setting and for a
     model that is wrapped or whose head is no `nn.Linear`. A forward with labels raises ValueError
-    where the model does to its logits what a loss without logits cannot follow, and where its loss
-    is not made by one cross-entropy of them.
+    where the model does to its logits what a loss without logits cannot follow (TypeError where
+    that is one of Python's operators, such as −logits), and where its loss is not made by one
+    cross-entropy of them.
     """
     return install(model, LossSettings().with_keywords(keywords))
 
