@@ -161,6 +161,7 @@ def test_control_characters_are_written_out():
     assert printable("\u202e\ud800\u2028") == r"\u202e\ud800\u2028"
     assert printable("\u061c\u200b\u206a\u206f\ufeff") == r"\u061c\u200b\u206a\u206f\ufeff"
     assert csv_text("=\x1b[2J") == r"'=\u001b[2J"
+    assert csv_text("\n=1+1") == "'\n=1+1"
 
 
 def test_a_line_within_a_message_is_indented(capsys):

@@ -525,7 +525,7 @@ def test_records_that_answer_another_request_are_not_overwritten(asked_once, beg
     records.write(file, [{}], {"settings": scoring.record_settings(task, run.config().score)})
     assert scoring.unscored_tasks(run) == ([task] if begun else [])
     printed = problems(path, f"score.tasks.0.{key}={now}", executor="local")
-    assert f"{whole}: was asked with {key} {was}, now {now}; give the task another" in printed
+    assert f"{whole}: was asked with {key} {was}, unlike now; give the task another" in printed
 
 
 def test_records_that_are_not_as_large_as_they_were_written_are_damaged(asked_once):

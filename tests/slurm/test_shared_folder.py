@@ -20,6 +20,7 @@ from sweeps.runs.events import EventKind, append_event
 from sweeps.runs.files import locked, publish_folder, remove_folder, touch
 from sweeps.runs.grid import plan_from_folder, plan_sweep, plan_to_look_at
 from sweeps.runs.run import RunConfig
+from sweeps.runs.slurm_queue import submitted_elements
 from sweeps.runs.stages import TRAIN
 from sweeps.runs.yaml_io import dump_yaml
 
@@ -342,6 +343,23 @@ def test_a_run_in_a_runs_folder_is_none(toy_file, tmp_path):
     (inner / "scores").symlink_to(tmp_path)
     with pytest.raises(InputError, match=f"{run.path}/launched.yaml: could not be read"):
         plan_to_look_at(inner, [])
+
+
+def test_a_folder_with_a_launch_of_its_own_is_a_sweeps(toy_file):
+    """As a run's it made its parent's `results`, which were another sweep's, anew."""
+    folder = prepare(toy_file(grid={})).path
+    shutil.copy(folder.parent / "launched.yaml", folder)
+    assert plan_to_look_at(folder, []).folder == folder
+
+
+def test_a_log_by_the_name_of_an_option_is_no_job(toy_file):
+    run = prepare(toy_file(grid={}))
+    job = run.path.parent / "jobs" / "abc123"
+    job.mkdir(parents=True)
+    (job / "names").write_text(f"{run.name}\n")
+    (job / "--yaml_0_log.out").touch()
+    elements = submitted_elements(run.path.parent)
+    assert [element.label for of_run in elements.values() for element in of_run] == [None]
 
 
 def test_variables_of_the_shell_are_for_what_is_typed_and_not_for_a_folder(toy_file, monkeypatch):

@@ -53,7 +53,7 @@ DIFFERENCE_NOTE = (
     "covers how much they differ; of a single run it covers the {resampled} alone."
 )
 # Of a cell that a spreadsheet computes, full-width signs too.
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")
+FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def csv_text(value: Scalar) -> Scalar:
     """
     if not isinstance(value, str):
         return value
-    return printable(f"'{value}" if value.startswith(FORMULA_STARTS) else value)
+    return printable(f"'{value}" if value.lstrip().startswith(FORMULA_STARTS) else value)
 
 
 def csv_table(frame: pd.DataFrame) -> str:

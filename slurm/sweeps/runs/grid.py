@@ -238,7 +238,7 @@ def _runs_in_folders(read: "_ReadSweep") -> tuple[list[Run], list[Run]]:
 
 
 def _is_run_folder(source: Path) -> bool:
-    return (source / "config.yaml").is_file()
+    return (source / "config.yaml").is_file() and not (source / LAUNCHED_FILE).is_file()
 
 
 def _only(folder: Path, plan: SweepPlan, assignments: list[str]) -> SweepPlan:

@@ -62,7 +62,8 @@ def gap(run: Run, task: Task) -> str | None:
 def conflict(run: Run, task: Task) -> str | None:
     """What to do about records that answer another request; None where there are none.
 
-    Nobody shall overwrite such records, whether they are whole or only begun.
+    Nobody shall overwrite such records, whether they are whole or only begun. What is asked now is
+    not told: a folder may name a private task file, and its tables are for all.
     """
     score = run.config().score
     assert score is not None  # a run without it has no tasks
@@ -71,14 +72,14 @@ def conflict(run: Run, task: Task) -> str | None:
     for whole_or_begun in (file, part_of(file)):
         settings = _sidecar(whole_or_begun).get("settings") or {}
         changes = [
-            f"{key} {settings[key]!r}, now {value!r}"
+            f"{key} {settings[key]!r}"
             for key, value in wanted.items()
             if key in settings and settings[key] != value
         ]
         if changes:
             return (
-                f"{file}: was asked with {', '.join(changes)}; give the task another `name`, or "
-                "delete it"
+                f"{file}: was asked with {', '.join(changes)}, unlike now; give the task another "
+                "`name`, or delete it"
             )
     return None
 

@@ -322,7 +322,9 @@ def _label_and_log(
     ending = "_0_log.out"  # 0 is the element's only task, as srun counts
     if array_id is None:
         for log in job_folder.glob(f"*{index}{ending}"):
-            return log.name.removesuffix(ending), log
+            label = log.name.removesuffix(ending)
+            if re.fullmatch(r"\d+(_\d+)?", label):  # nobody's --option, since scontrol gets it
+                return label, log
         return None, None
     label = f"{array_id}{index}"
     return label, job_folder / f"{label}{ending}"
