@@ -301,6 +301,8 @@ def sft(trl, tmp_path):
         arguments = trl.SFTConfig(
             str(tmp_path), dataset_kwargs={"skip_prepare_dataset": True}, **own
         )
+        if arguments.n_gpu > 1:  # TRL refuses several in one process.
+            arguments._n_gpu = 1
         return trl.SFTTrainer(
             model,
             arguments,
@@ -353,7 +355,6 @@ def test_trls_trainer_and_its_metrics_on_a_gpu(half, sft):
     found = []
     for is_patched in (False, True):
         trainer = sft(tiny().cuda(), use_cpu=False, learning_rate=1e-3, bf16=half)
-        trainer.args._n_gpu = 1  # else several GPUs are taken at once by torch's DataParallel
         if is_patched:
             patch_trainer(trainer)
         steps, evaluation = history(trainer)
