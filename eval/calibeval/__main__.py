@@ -443,11 +443,14 @@ def add_temperature_options(grammar: argparse.ArgumentParser) -> None:
         "test", type=Path, metavar="TEST.jsonl", help="of the same model, on other questions"
     )
     grammar.add_argument("--out", required=True, type=Path, metavar=RECORDS, help="TEST's at it")
+    add_normalise(grammar)
 
 
 def run_temperature(arguments: argparse.Namespace) -> None:
     """Fit a temperature to some records, and apply it to others."""
-    fit = calibeval.temperature(arguments.validation, arguments.test, arguments.out)
+    fit = calibeval.temperature(
+        arguments.validation, arguments.test, arguments.out, normalise=arguments.normalise
+    )
     text = json.dumps(fit)
     show(text if arguments.json else f"{arguments.out}: {text}")
 

@@ -273,6 +273,26 @@ def test_a_temperature_of_the_likelihood(tmp_path, run):
     assert "p_true" not in read_lines(out)[0]
 
 
+def test_a_temperature_of_the_whole_likelihood(tmp_path, run):
+    """`--normalise sum` does what records that are read so by themselves get."""
+    files = []
+    for name, seed in (("fit", 1), ("test", 0)):
+        path = made_records(tmp_path / f"{name}.jsonl", seed=seed, sharpness=3.0)
+        rows = [
+            {**row, "id": f"{name} {row['id']}", "prompt_sha256": None} for row in read_lines(path)
+        ]
+        write_lines(path, rows)
+        by_sum = [{**row, "normalise": "sum"} for row in rows]
+        files.append((path, write_lines(tmp_path / f"{name}-sum.jsonl", by_sum)))
+    (fit_on, fit_on_sum), (test, test_sum) = files
+    run("temperature", fit_on, test, "--normalise", "sum", "--out", tmp_path / "asked.jsonl")
+    run("temperature", fit_on_sum, test_sum, "--out", tmp_path / "own.jsonl")
+    run("temperature", fit_on, test, "--out", tmp_path / "mean.jsonl")
+    assert read_lines(tmp_path / "asked.jsonl") == read_lines(tmp_path / "own.jsonl")
+    assert records.read(tmp_path / "asked.jsonl").normalise == "sum"
+    assert read_lines(tmp_path / "asked.jsonl") != read_lines(tmp_path / "mean.jsonl")
+
+
 def test_check_tries_a_temperature_on_the_likelihood(tmp_path, run):
     """A softmax over the one answer made each certain, so the temperature seemed to harm."""
     a = made_records(tmp_path / "a.jsonl")

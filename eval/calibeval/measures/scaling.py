@@ -54,12 +54,17 @@ def nll(answers: Records, tau: float, used: np.ndarray | slice = slice(None)) ->
     return float(np.mean(logsumexp(logits, axis=1) - right_logits))
 
 
-def temperature(validation: str | Path, test: str | Path, out: str | Path) -> dict[str, Any]:
+def temperature(
+    validation: str | Path, test: str | Path, out: str | Path, *, normalise: str | None = None
+) -> dict[str, Any]:
     """Fit a temperature to the records `validation`; write those of `test` with it as `out`.
 
     Questions of `test` that `validation` holds as well are not fitted on: by prompt, or by id and
     right answer where nearly all common ids have the same right answer. What comes out has no
     reading among all tokens: that would take the logits of them all.
+
+    `normalise` is as of `records.read`, and what comes out is read by it: "sum" divides the
+    log-likelihood of a whole written answer.
 
     Returns:
         How the fit went: `temperature`, `nll` before and after in nats, how many `answers` it was
@@ -73,8 +78,8 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
     validation = Path(validation)
     test = Path(test)
     out = Path(out)
-    fitted_on = records.read(validation)
-    scored = records.read(test)
+    fitted_on = records.read(validation, normalise)
+    scored = records.read(test, normalise)
     _check_alike(fitted_on, scored)
     if out.exists():
         raise InputError(f"{out}: is there already; delete it, or give another --out")
@@ -88,7 +93,9 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
     }
     source = {"records": str(validation), "sha256": sha256(validation)}
     sidecar = {**records.meta(test), "temperature": {**summary, **source}}
-    records.write(out, (scaled(row, tau) for _, row in json_lines(test)), sidecar)
+    read_by = {} if normalise is None else {"normalise": normalise}
+    rows = ({**scaled(row, tau), **read_by} for _, row in json_lines(test))
+    records.write(out, rows, sidecar)
     return summary
 
 
