@@ -13,7 +13,7 @@ from calibeval.measures.scaling import NoTemperature
 from calibeval.report import index
 from calibeval.report.index import Results
 from calibeval.report.tables import Column, difference_table, printed
-from studies.written.training import HEAD_TASKS, HERE, RECORDS
+from studies.written.training import HEAD_TASKS, HERE, LEARNING_RATES, RECORDS
 
 OUT = Path("runs/written/published")
 PAGE = HERE / "README.md"
@@ -41,18 +41,23 @@ COLUMNS = {
 # A difference of ECE is told by that of the squared error, which has an interval.
 (SQUARED_ERROR,) = COMPARED_BY_SQUARE
 TOLD_BY = {"ece": SQUARED_ERROR}
-CURES = {None: "", "temperature": "one temperature", "transformer": "head", "linear": "linear head"}
+CURES = {
+    None: "",
+    "temperature": "one temperature",
+    "transformer": "head",
+    "linear": "linear head",
+    "transformer-0.25": "head, α = 0.25",
+    "transformer-0.75": "head, α = 0.75",
+}
 
 
 def write_tables() -> None:
     """Write the tables of all models into README.md."""
     questions = pd.read_parquet(RECORDS / "questions.parquet")
     lines: list[str] = []
-    for path in sorted(RECORDS.glob("*.parquet")):
-        if path.stem == "questions":
-            continue
-        answers = pd.read_parquet(path).merge(questions, on=["task", "question"])
-        lines += tables_of(path.stem, answers)
+    for model in LEARNING_RATES:
+        answers = pd.read_parquet(RECORDS / f"{model}.parquet")
+        lines += tables_of(model, answers.merge(questions, on=["task", "question"]))
     before, _, rest = read_text(PAGE).partition(MADE)
     _, _, after = rest.partition(UNTIL_HERE)
     text = "\n".join([before + MADE, "", *lines, UNTIL_HERE + after])
@@ -82,11 +87,18 @@ def tables_of(model: str, answers: pd.DataFrame) -> list[str]:
                     cures.append({**cures[-1], **entry})
         if calibrator is None and "p_true" in rows[0]:
             for confidence, words in CONFIDENCES.items():
-                if confidence in ("tokens", "sum") or confidence in rows[0]:
-                    path = folder / f"{name}-{confidence}.jsonl"
-                    written(path, [{**row, "normalise": confidence} for row in rows])
-                    dataset = f"{TITLES[task]} | {words}"
-                    confidences.append({**about, "dataset": dataset, "records": path.name})
+                if confidence not in ("tokens", "sum") and confidence not in rows[0]:
+                    continue
+                path = folder / f"{name}-{confidence}.jsonl"
+                read_so = [{**row, "normalise": confidence} for row in rows]
+                written(path, read_so)
+                dataset = f"{TITLES[task]} | {words}"
+                confidences.append({**about, "dataset": dataset, "records": path.name})
+                if confidence == "sum":
+                    halves = at_temperature(folder / f"{name}-sum-temperature.jsonl", read_so)
+                    if halves is not None:
+                        entry = {"calibrator": "temperature", "records": halves.name}
+                        confidences.append({**confidences[-1], **entry})
     heads = ("answers to", "confidence")
     return [
         f"## {model}: each confidence",

@@ -18,10 +18,19 @@ HERE = Path(__file__).parent
 CONFIG = HERE / "config.yaml"
 RECORDS = HERE / "records"
 LEARNING_RATES = {"qwen2.5-coder-1.5b": 5e-6, "qwen2.5-coder-0.5b": 2e-5}
+# Of TriviaQA and of NQ-open at most: fewer of the small model's answers are right.
+QUESTIONS = {"qwen2.5-coder-1.5b": 2000, "qwen2.5-coder-0.5b": 4000}
 # Conversations that no run was trained on.
 HEAD_CONVERSATIONS = slice(30_000, 38_000)
 HEAD_TASKS = ("trivia_qa", "mmlu", "truthfulqa_mc1")
 HEAD_BETAS = (None, 0.0, 0.1)  # None: before fine-tuning
+# The kind and α of each temperature head.
+HEADS: dict[str, tuple[adaptive.Kind, float]] = {
+    "transformer": ("transformer", 0.5),
+    "linear": ("linear", 0.5),
+    "transformer-0.25": ("transformer", 0.25),
+    "transformer-0.75": ("transformer", 0.75),
+}
 # What a run's answers change in a record; the rest is the question's.
 OF_ANSWER = ("label", "logprobs", "letter_mass", "tokens", "cut", "p_true", "agreement")
 OF_QUESTION = (
@@ -35,6 +44,8 @@ def plan_of(model: str) -> tuple[SweepPlan, list[str]]:
         f"name={model}",
         f"grid.model_name_or_path=[./models/{model}]",
         f"grid.learning_rate=[{LEARNING_RATES[model]}]",
+        f"score.tasks.0.limit={QUESTIONS[model]}",
+        f"score.tasks.1.limit={QUESTIONS[model]}",
     ]
     return plan_sweep(CONFIG, overrides), overrides
 
@@ -47,9 +58,8 @@ def train(model: str) -> int:
     if code:
         return code
     for run in (*plan.baselines, *plan.runs):
-        if beta_of(run) in HEAD_BETAS:
-            add_head(run, "transformer")
-            add_head(run, "linear")
+        for name in heads_of(run):
+            add_head(run, name)
     pack(model)
     return 0
 
@@ -60,19 +70,29 @@ def beta_of(run: Run) -> float | None:
     return None if config.is_baseline else config.train["label_smoothing"]
 
 
-def add_head(run: Run, kind: adaptive.Kind) -> None:
+def heads_of(run: Run) -> list[str]:
+    """Return the names of a run's heads; other α than the authors' are tried at β = 0."""
+    beta = beta_of(run)
+    if beta not in HEAD_BETAS:
+        return []
+    return [name for name, (_, alpha) in HEADS.items() if alpha == 0.5 or beta == 0]
+
+
+def add_head(run: Run, name: str) -> None:
     """Train a run's temperature head and score the run with it, unless that is done."""
     config = run.config()
     model = config.train["model_name_or_path"] if config.is_baseline else str(run.model)
-    head = run.path / f"{kind}.pt"
+    head = run.path / f"{name}.pt"
     if not head.exists():
-        adaptive.train(model, head_conversations(run.path.parent), head, kind=kind)
+        kind, alpha = HEADS[name]
+        conversations = head_conversations(run.path.parent)
+        adaptive.train(model, conversations, head, kind=kind, alpha=alpha)
     assert config.score is not None
     tasks = []
     for task in config.score.tasks:
         if task.key in HEAD_TASKS:
             tasks.append(task.model_copy(update={"samples": None}))
-    out = run.path / kind
+    out = run.path / name
     if not all((out / f"{task.key}.jsonl").exists() for task in tasks):
         calibeval.score(model, tasks=tasks, out=out, temperature_head=str(head))
 
@@ -87,18 +107,15 @@ def head_conversations(folder: Path) -> Path:
 
 
 def pack(model: str) -> None:
-    """Write what there is of a model's records as one file, a row an answer, and the questions."""
+    """Write what there is of a model's records, a row an answer, and add its questions."""
     plan, _ = plan_of(model)
     answers: list[dict[str, Any]] = []
     questions: dict[tuple[str, int], dict[str, Any]] = {}
     for run in (*plan.baselines, *plan.runs):
         seed = None if beta_of(run) is None else run.config().train["seed"]
         about = {"label_smoothing": beta_of(run), "seed": seed}
-        for calibrator, folder in (
-            (None, run.scores),
-            ("transformer", run.path / "transformer"),
-            ("linear", run.path / "linear"),
-        ):
+        for calibrator in (None, *HEADS):
+            folder = run.scores if calibrator is None else run.path / calibrator
             for path in sorted(folder.glob("*.jsonl")):
                 for number, (_, row) in enumerate(json_lines(path)):
                     place = {"task": path.stem, "question": number}
@@ -106,6 +123,11 @@ def pack(model: str) -> None:
                     answers.append({**about, "calibrator": calibrator, **place, **answer})
                     asked = {key: row.get(key) for key in OF_QUESTION}
                     questions.setdefault((path.stem, number), {**place, **asked})
-    for name, rows in ((model, answers), ("questions", [*questions.values()])):
+    all_questions = pd.DataFrame([*questions.values()])
+    path = RECORDS / "questions.parquet"
+    if path.exists():
+        all_questions = pd.concat([pd.read_parquet(path), all_questions])
+        all_questions = all_questions.drop_duplicates(["task", "question"])
+    for name, table in ((model, pd.DataFrame(answers)), ("questions", all_questions)):
         with atomic_write(RECORDS / f"{name}.parquet", "wb") as file:
-            pd.DataFrame(rows).to_parquet(file, compression="zstd", index=False)
+            table.to_parquet(file, compression="zstd", index=False)

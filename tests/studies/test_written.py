@@ -20,6 +20,9 @@ def test_a_model_has_nine_runs_and_one_before_fine_tuning():
     assert settings[0][0] is None
     assert sorted(settings[1:]) == sorted(expected)
     assert all(run.config().train["learning_rate"] == 2e-5 for run in plan.runs)
+    heads = {training.beta_of(run): len(training.heads_of(run)) for run in plan.runs}
+    assert heads == {0.0: 4, 0.1: 2, 0.2: 0}
+    assert training.heads_of(plan.baselines[0]) == ["transformer", "linear"]
 
 
 def test_packed_records_read_as_they_were_scored(tmp_path, monkeypatch):
@@ -37,8 +40,10 @@ def test_packed_records_read_as_they_were_scored(tmp_path, monkeypatch):
     run.scores.mkdir(parents=True)
     write_rows(run.scores / "nq_open.jsonl", rows)
     training.pack("qwen2.5-coder-0.5b")
+    training.pack("qwen2.5-coder-0.5b")  # The questions of another model's records stay, once.
     answers = pd.read_parquet(tmp_path / "records" / "qwen2.5-coder-0.5b.parquet")
     questions = pd.read_parquet(tmp_path / "records" / "questions.parquet")
+    assert len(questions) == len(rows)
     unpacked = tables.records_of("0.5B", answers.merge(questions, on=["task", "question"]))
     write_rows(tmp_path / "unpacked.jsonl", unpacked)
     for (_, row), scored in zip(json_lines(tmp_path / "unpacked.jsonl"), rows, strict=True):
