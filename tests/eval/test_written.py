@@ -293,6 +293,24 @@ def test_a_temperature_of_the_whole_likelihood(tmp_path, run):
     assert read_lines(tmp_path / "asked.jsonl") != read_lines(tmp_path / "mean.jsonl")
 
 
+@pytest.mark.parametrize("shots_of_fit, answers", [(0, 400), (1, None)])
+def test_two_files_of_answers_are_numbered_alike(tmp_path, run, refused, shots_of_fit, answers):
+    """Prompts tell them apart: behind as many examples the same question has the same one."""
+    files = []
+    for name, shots in (("fit", shots_of_fit), ("test", 0)):
+        path = made_records(tmp_path / f"{name}.jsonl", seed=shots, sharpness=3.0)
+        rows = []
+        for number, row in enumerate(read_lines(path)[:400]):
+            prompt = {"id": f"answers/{number}", "prompt_sha256": f"{name}{number}", "shots": shots}
+            rows.append({**row, **prompt})
+        files.append(write_lines(path, rows))
+    words = ("temperature", *files, "--out", tmp_path / "out.jsonl", "--json")
+    if answers is None:
+        assert "Give records of other questions" in refused(*words)
+    else:
+        assert f'"answers": {answers}, "left_out": 0' in run(*words).out
+
+
 def test_check_tries_a_temperature_on_the_likelihood(tmp_path, run):
     """A softmax over the one answer made each certain, so the temperature seemed to harm."""
     a = made_records(tmp_path / "a.jsonl")

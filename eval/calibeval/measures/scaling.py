@@ -129,16 +129,20 @@ def _not_tested(fitted_on: Records, scored: Records) -> np.ndarray:
 
     A question is asked in both if its prompt is, or its id and right answer are. Two splits of a
     task may number their questions alike, so ids tell only where the right answers of nearly all
-    common ones agree, which those of different questions do not.
+    common ones agree, which those of different questions do not. Of written answers no right
+    answer is recorded; behind as many examples their prompts tell by themselves.
     """
     tested = set(scored.prompts) - {None}
     used = np.array([prompt not in tested for prompt in fitted_on.prompts])
-    label_of = dict(zip(scored.ids, scored.references.tolist(), strict=True))
-    answers = zip(fitted_on.ids, fitted_on.references.tolist(), strict=True)
-    in_both = np.array([label_of.get(name) == label for name, label in answers])
-    common_ids = sum(name in label_of for name in fitted_on.ids)
-    if common_ids and in_both.sum() > SHARE_OF_SAME_QUESTIONS * common_ids:
-        used &= ~in_both
+    prompts_are_known = None not in (*scored.prompts, *fitted_on.prompts)
+    asked_alike = prompts_are_known and fitted_on.shots == scored.shots
+    if not asked_alike or fitted_on.scoring != "generate":
+        label_of = dict(zip(scored.ids, scored.references.tolist(), strict=True))
+        answers = zip(fitted_on.ids, fitted_on.references.tolist(), strict=True)
+        in_both = np.array([label_of.get(name) == label for name, label in answers])
+        common_ids = sum(name in label_of for name in fitted_on.ids)
+        if common_ids and in_both.sum() > SHARE_OF_SAME_QUESTIONS * common_ids:
+            used &= ~in_both
     if used.sum() < FEWEST_ANSWERS:
         left = counted(int(used.sum()), "answer")
         raise InputError(
