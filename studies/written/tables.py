@@ -13,7 +13,7 @@ from calibeval.measures.scaling import NoTemperature
 from calibeval.report import index
 from calibeval.report.index import Results
 from calibeval.report.tables import Column, difference_table, printed
-from studies.written.training import HEAD_TASKS, HERE, LEARNING_RATES, RECORDS
+from studies.written.training import HERE, LEARNING_RATES, RECORDS
 
 OUT = Path("runs/written/published")
 PAGE = HERE / "README.md"
@@ -25,15 +25,17 @@ TITLES = {
     "mmlu": "MMLU",
     "truthfulqa_mc1": "TruthfulQA",
 }
+LIKELIHOODS = ("tokens", "sum")
 CONFIDENCES = {
-    "tokens": "likelihood a token",
-    "sum": "likelihood",
+    "tokens": "mean likelihood",
+    "sum": "whole likelihood",
     "p_true": "p(True)",
     "agreement": "agreement",
 }
 COLUMNS = {
     "accuracy": "accuracy",
     "ece": "ECE",
+    "ece_signed": "confidence − accuracy",
     "auroc": "AUROC",
     "brier": "Brier",
     "accuracy_at_50": "accuracy of the surest half",
@@ -65,10 +67,10 @@ def write_tables() -> None:
 
 
 def tables_of(model: str, answers: pd.DataFrame) -> list[str]:
-    """Return the lines of a model's two tables: of each confidence, and of each cure."""
+    """Return the lines of a model's two tables: of the answers that it writes, and of choices."""
     folder = OUT / model
-    confidences: list[dict[str, Any]] = []
-    cures: list[dict[str, Any]] = []
+    of_answers: list[dict[str, Any]] = []
+    of_choices: list[dict[str, Any]] = []
     keys = ["label_smoothing", "seed", "calibrator", "task"]
     values: Any  # NaN where there is none
     for values, of_file in answers.groupby(keys, dropna=False, sort=False):
@@ -77,37 +79,30 @@ def tables_of(model: str, answers: pd.DataFrame) -> list[str]:
         rows = records_of(model, of_file)
         about = {"label_smoothing": beta, "seed": seed, "model": model, "calibrator": calibrator}
         name = "-".join(str(value) for value in (beta, seed, calibrator, task))
-        if task in HEAD_TASKS:
-            path = written(folder / f"{name}.jsonl", rows)
-            cures.append({**about, "dataset": TITLES[task], "records": path.name})
-            if calibrator is None:
-                halves = at_temperature(folder / f"{name}-temperature.jsonl", rows)
+        writes = rows[0].get("scoring") == "generate"
+        entries = of_answers if writes else of_choices
+        for confidence, words in CONFIDENCES.items() if writes else [("sum", "")]:
+            if confidence not in LIKELIHOODS and (confidence not in rows[0] or calibrator):
+                continue
+            path = folder / f"{name}-{confidence}.jsonl"
+            read_so = [{**row, "normalise": confidence} for row in rows]
+            write_rows(path, read_so)
+            dataset = f"{TITLES[task]} | {words}" if writes else TITLES[task]
+            entries.append({**about, "dataset": dataset, "records": path.name})
+            if calibrator is None and confidence in LIKELIHOODS:
+                halves = at_temperature(path.with_suffix(".temperature.jsonl"), read_so)
                 if halves is not None:
                     entry = {"calibrator": "temperature", "records": halves.name}
-                    cures.append({**cures[-1], **entry})
-        if calibrator is None and "p_true" in rows[0]:
-            for confidence, words in CONFIDENCES.items():
-                if confidence not in ("tokens", "sum") and confidence not in rows[0]:
-                    continue
-                path = folder / f"{name}-{confidence}.jsonl"
-                read_so = [{**row, "normalise": confidence} for row in rows]
-                written(path, read_so)
-                dataset = f"{TITLES[task]} | {words}"
-                confidences.append({**about, "dataset": dataset, "records": path.name})
-                if confidence == "sum":
-                    halves = at_temperature(folder / f"{name}-sum-temperature.jsonl", read_so)
-                    if halves is not None:
-                        entry = {"calibrator": "temperature", "records": halves.name}
-                        confidences.append({**confidences[-1], **entry})
+                    entries.append({**entries[-1], **entry})
     heads = ("answers to", "confidence")
     return [
-        f"## {model}: each confidence",
+        f"## {model}: answers that it writes",
         "",
-        *table(written_index(folder, "confidences", confidences), heads),
+        *table(written_index(folder, "answers", of_answers), heads),
         "",
-        f"## {model}: smoothing and temperatures",
+        f"## {model}: choices",
         "",
-        *table(written_index(folder, "cures", cures), ("questions of",)),
+        *table(written_index(folder, "choices", of_choices), ("questions of",)),
         "",
     ]
 
