@@ -144,6 +144,10 @@ OWN_OPTIONS = {  # of sbatch, which sweeps sets itself, and what is named instea
     "--tasks-per-node=2": "world.processes_per_node",  # sbatch takes it, and does not list it
     "--job-name=x": "name of the sweep",
     "--clusters=a": "name the cluster in clusters",
+    # sbatch takes beginnings.
+    "--cluster=a": "name the cluster in clusters",
+    "--tasks=2": "world.processes_per_node",
+    "--depend=afterok:1": "wait for each other",
     "-C gpu": "should match pattern",
     "--time=soon": "write 12:00:00 (hours)",
 }

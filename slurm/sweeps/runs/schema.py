@@ -104,12 +104,13 @@ RESERVED_OPTIONS = {
 def _check_extra(text: str) -> str:
     """Refuse a reserved option; the value of --time is checked as that of `time`."""
     name, _, value = text.removeprefix("--").partition("=")
-    if name in RESERVED_OPTIONS:
-        raise PydanticCustomError(
-            "reserved",
-            "--{name} is not for profiles: {remedy}",
-            {"name": name, "remedy": RESERVED_OPTIONS[name]},
-        )
+    for reserved, remedy in RESERVED_OPTIONS.items():
+        if reserved.startswith(name):  # sbatch takes beginnings
+            raise PydanticCustomError(
+                "reserved",
+                "--{name} is not for profiles: {remedy}",
+                {"name": name, "remedy": remedy},
+            )
     if name == "time":
         _check_time(value)
     return text
