@@ -166,17 +166,27 @@ def _enter_launch_folder(parsed: argparse.Namespace) -> None:
     libraries and the system's loader may look for code in it. So commands that only look, and a dry
     run, go only where their own user has launched.
     """
+    from calibeval.io import hanging, show
     from sweeps.runs.grid import launch_folder
 
     folder = getattr(parsed, "sweep", None) or getattr(parsed, "folder", None)
     if folder is None or not os.path.isdir(folder):
         return
+    folder = folder.absolute()
     if hasattr(parsed, "sweep"):
-        parsed.sweep = folder.absolute()
+        parsed.sweep = folder
     only_looks = parsed.command not in ENTERING or getattr(parsed, "dry_run", False)
-    remembered = launch_folder(folder, only_own=only_looks)
-    if remembered is not None:
-        os.chdir(remembered)
+    place, is_own = launch_folder(folder)
+    if place is None or place == Path.cwd():
+        return
+    if is_own or not only_looks:
+        os.chdir(place)
+    else:
+        note = (
+            f"note: relative paths of this sweep begin in {place}, which is not entered, since "
+            f"another user has launched it: if any is missing, cd {shlex.quote(str(place))}"
+        )
+        show(hanging(note), to_stderr=True)
 
 
 def _plan(parsed: argparse.Namespace) -> "SweepPlan":

@@ -312,7 +312,9 @@ def test_odd_files_of_a_folder_end_in_words_and_in_time(toy_file, tmp_path, plan
 
 
 @pytest.mark.parametrize("command_word", ["status", "logs", "collect", "cancel", "launch"])
-def test_who_looks_enters_only_where_he_has_launched(toy_file, tmp_path, monkeypatch, command_word):
+def test_who_looks_enters_only_where_he_has_launched(
+    toy_file, tmp_path, monkeypatch, capsys, command_word
+):
     """A variable of the shell, as `LD_LIBRARY_PATH=:/usr/lib`, had a library of a colleague's
     folder loaded. Where it is one's own, relative paths of tasks begin there."""
     folder = prepare(toy_file(grid={})).path.parent
@@ -329,9 +331,23 @@ def test_who_looks_enters_only_where_he_has_launched(toy_file, tmp_path, monkeyp
         return Path.cwd() == place
 
     assert entered()
+    capsys.readouterr()
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     assert not entered()
+    assert f"begin in {place}, which is not entered" in capsys.readouterr().err
+
+
+def test_a_runs_folder_by_a_relative_path_is_entered_as_by_its_whole_one(
+    toy_file, tmp_path, monkeypatch
+):
+    run = prepare(toy_file(grid={}))
+    place = tmp_path / "place"
+    place.mkdir()
+    (run.path.parent / "launched_in").write_text(f"{place}\n")
+    monkeypatch.chdir(run.path)
+    cli.main(["status", "."])
+    assert Path.cwd() == place
 
 
 def test_a_run_in_a_runs_folder_is_none(toy_file, tmp_path):

@@ -276,7 +276,7 @@ def _unreadable_path(plan: SweepPlan) -> Iterator[str]:
 
 def _launched_elsewhere(plan: SweepPlan) -> Iterator[str]:
     """Relative paths that meant other files when the folder was launched from another place."""
-    place = launch_folder(plan.folder)
+    place, _ = launch_folder(plan.folder)
     if place is None or place == Path.cwd() or os.path.isdir(plan.typed[0]):
         return
     paths = [run.config().train.get(key) for run in plan.runs for key in PATH_KEYS]

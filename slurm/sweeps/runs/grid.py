@@ -112,17 +112,16 @@ def _launched_in(sweep_folder: Path) -> tuple[Path | None, Path | None]:
     )
 
 
-def launch_folder(folder: Path, only_own: bool = False) -> Path | None:
+def launch_folder(folder: Path) -> tuple[Path | None, bool]:
     """Tell where the relative paths of a sweep begin, whose folder, or run's folder, this is.
 
-    With `only_own`, None where the file that says so is another user's.
+    Also whether the file that says so is this user's own.
     """
     sweep_folder = folder.parent if _is_run_folder(folder) else folder
     place, _ = _launched_in(sweep_folder)
-    if only_own and place is not None:
-        is_own = (sweep_folder / LAUNCHED_IN_FILE).stat().st_uid == os.geteuid()
-        return place if is_own else None
-    return place
+    if place is None:
+        return None, False
+    return place, (sweep_folder / LAUNCHED_IN_FILE).stat().st_uid == os.geteuid()
 
 
 def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
