@@ -64,7 +64,9 @@ def _refuse_what_is_not_plain(root: yaml.Node, source: str) -> None:
         known.add(id(node))
         if node.tag.removeprefix("tag:yaml.org,2002:") not in PLAIN_TAGS:
             place = _place(node.start_mark, source)
-            raise InputError(f"{place}: is of the kind {node.tag}: write a text, or a number")
+            raise InputError(
+                f"{place}: is of the kind {node.tag}: write a text, in quotes, or a number"
+            )
         if isinstance(node, yaml.SequenceNode):
             nodes.extend((item, level + 1) for item in node.value)
         elif isinstance(node, yaml.MappingNode):

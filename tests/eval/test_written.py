@@ -318,3 +318,17 @@ def test_check_tries_a_temperature_on_the_likelihood(tmp_path, run):
     said = run("check", a, b).out
     before, after = re.search(r"would take the ECE .* from ([\d.]+) to ([\d.]+),", said).groups()
     assert float(after) < 0.4 * float(before)
+
+
+def test_check_advises_no_temperature_of_what_is_no_likelihood(tmp_path, run):
+    """`temperature` refused what `check` told to fit."""
+    files = []
+    for name, seed in (("a", 0), ("b", 1)):
+        path = made_records(tmp_path / f"{name}.jsonl", seed=seed, sharpness=3.0)
+        rows = [{**row, "normalise": "p_true"} for row in read_lines(path)]
+        for row in rows:
+            row["p_true"] = min(1.0, row["p_true"] + 0.3)
+        files.append(write_lines(path, rows))
+    said = run("check", *files).out
+    assert "no temperature is tried" in said
+    assert "calibeval temperature" not in said

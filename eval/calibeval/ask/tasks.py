@@ -487,7 +487,10 @@ def _refuse_archives(folder: Path) -> None:
 
     for path in _everything_below(folder):
         if path.is_file() and Extractor.infer_extractor_format(str(path)) in ARCHIVES:
-            raise InputError(f"{path}: an archive, which would be unpacked: unpack it yourself")
+            raise InputError(
+                f"{path}: an archive, which might be unpacked: unpack it yourself if it holds the "
+                "data, and delete it, or move it out of the folder"
+            )
 
 
 def _everything_below(folder: Path) -> Iterator[Path]:

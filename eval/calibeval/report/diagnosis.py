@@ -35,7 +35,7 @@ from calibeval.measures import (
     scaling,
     stats,
 )
-from calibeval.records import Records
+from calibeval.records import WRITTEN_CONFIDENCES, Records
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -209,15 +209,22 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
         temperature_applied=temperature_applied(Path(tuned)),
         sentences=[],
     )
-    try:
-        cooled, temperatures = cross_fitted(answers)
-    except scaling.NoTemperature as error:
+    if answers.normalise in WRITTEN_CONFIDENCES:
         on_temperature = (
-            f"In one half of these questions {error.reason}; so none is tried on the other half."
+            f"These answers are read by {answers.normalise}: that is no likelihood, so no "
+            "temperature is tried."
         )
     else:
-        result = with_temperatures(result, tuned_evaluation, cooled, temperatures)
-        on_temperature = temperature_sentence(result)
+        try:
+            cooled, temperatures = cross_fitted(answers)
+        except scaling.NoTemperature as error:
+            on_temperature = (
+                f"In one half of these questions {error.reason}; so none is tried on the other "
+                "half."
+            )
+        else:
+            result = with_temperatures(result, tuned_evaluation, cooled, temperatures)
+            on_temperature = temperature_sentence(result)
     result.sentences.extend(sentences(result, base_evaluation, tuned_evaluation, on_temperature))
     if figure is not None:
         canvas = draw({"before": base_evaluation, "after": tuned_evaluation})
