@@ -126,7 +126,7 @@ def pack(model: str) -> None:
     all_questions = pd.DataFrame([*questions.values()])
     path = RECORDS / "questions.parquet"
     if path.exists():
-        all_questions = pd.concat([pd.read_parquet(path), all_questions])
+        all_questions = pd.concat([all_questions, pd.read_parquet(path)])
         all_questions = all_questions.drop_duplicates(["task", "question"])
     for name, table in ((model, pd.DataFrame(answers)), ("questions", all_questions)):
         with atomic_write(RECORDS / f"{name}.parquet", "wb") as file:

@@ -40,6 +40,8 @@ def test_packed_records_read_as_they_were_scored(tmp_path, monkeypatch):
     run.scores.mkdir(parents=True)
     write_rows(run.scores / "nq_open.jsonl", rows)
     training.pack("qwen2.5-coder-0.5b")
+    rows[0]["prompt_sha256"] = "0" * 63 + "f"
+    write_rows(run.scores / "nq_open.jsonl", rows)
     training.pack("qwen2.5-coder-0.5b")  # The questions of another model's records stay, once.
     answers = pd.read_parquet(tmp_path / "records" / "qwen2.5-coder-0.5b.parquet")
     questions = pd.read_parquet(tmp_path / "records" / "questions.parquet")
