@@ -35,7 +35,8 @@ def token_statistics(
     `linear_cross_entropy(return_statistics=True)` has the same with the loss, for nothing more, and
     explains `impl`.
 
-    Raises ValueError, TypeError or IndexError as `linear_cross_entropy` does.
+    Raises ValueError, TypeError or IndexError as `linear_cross_entropy` does; but at another
+    temperature than 1 a bias may have any dtype.
     """
     check_tensors(hidden=hidden, weight=weight, bias=bias)
     if not (_is_real_number(temperature) and 0 < temperature < math.inf):
