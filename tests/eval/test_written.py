@@ -12,9 +12,10 @@ from made_records import WORDS, log_probability, read_lines, scored, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibeval import compare, records, summarize
-from calibeval.ask import written
+from calibeval.ask import tasks, written
 from calibeval.ask.engines import Writing, hf_writing
 from calibeval.ask.engines.hf import TransformersEngine
+from calibeval.ask.request import Task
 
 PIECES = (
     *("the", "The", "a", "An", "an", "theatre", "Beatles", "U.S.", "don't", "rock", "&", "roll"),
@@ -318,6 +319,19 @@ def test_check_tries_a_temperature_on_the_likelihood(tmp_path, run):
     said = run("check", a, b).out
     before, after = re.search(r"would take the ECE .* from ([\d.]+) to ([\d.]+),", said).groups()
     assert float(after) < 0.4 * float(before)
+
+
+def test_examples_that_are_not_shown_are_said(tmp_path, capsys):
+    """`answers` shows none by default, and a file of them was read for nothing."""
+    row = {"question": "Which is the largest deer?", "aliases": ["elk"]}
+    asked = write_lines(tmp_path / "asked.jsonl", [row])
+    solved = write_lines(tmp_path / "solved.jsonl", [{**row, "question": "And the smallest?"}])
+    for shots, is_said in ((None, True), (1, False)):
+        task = Task(task="answers", data=str(asked), examples=str(solved), shots=shots)
+        (subject,) = tasks.load(task)
+        assert len(subject.examples) == bool(shots)
+        said = "solved.jsonl: none of its examples is shown" in capsys.readouterr().err
+        assert said == is_said
 
 
 def test_check_advises_no_temperature_of_what_is_no_likelihood(tmp_path, run):

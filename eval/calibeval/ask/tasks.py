@@ -40,9 +40,11 @@ from calibeval.io import (
     LARGE_FILE,
     InputError,
     counted,
+    hanging,
     is_planted_link,
     json_lines,
     read_text,
+    show,
 )
 from calibeval.validation import did_you_mean
 
@@ -162,6 +164,9 @@ class _Reader:
         # A file that is given is checked even if no example of it is shown.
         if self.task.shots or self.task.examples:
             examples = self._examples()
+        if self.task.examples and not self.task.shots:
+            note = f"{self.task.examples}: none of its examples is shown, since --shots is 0"
+            show(hanging(f"warning: {note}"), to_stderr=True)
         for name in sorted(questions):
             variables = {"subject": name}
             variables["topic"] = self._filled("topic", self.task_file.topic, variables)
