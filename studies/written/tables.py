@@ -178,5 +178,8 @@ def table(results: Results, heads: tuple[str, ...]) -> list[str]:
             is_bold = bold.get((id(row), data_set, told_by), False)
             cells.append(f"**{value}**" if is_bold else value)
         lines.append(f"| {' | '.join(cells)} |")
-    note = "Bold: differs from β = 0, after Holm's correction for all comparisons of this table."
+    note = (
+        "Bold: differs from β = 0 without a temperature, after Holm's correction for all "
+        "comparisons of this table."
+    )
     return [*lines, "", f"*{note}*"]
