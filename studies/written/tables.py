@@ -153,7 +153,7 @@ def written_index(folder: Path, name: str, entries: list[dict[str, Any]]) -> Res
     """Write an index of record files, and read it."""
     path = folder / f"{name}.jsonl"
     write_rows(path, entries)
-    return index.read(path)
+    return index.read(path, metrics=[*COLUMNS, SQUARED_ERROR])
 
 
 def table(results: Results, heads: tuple[str, ...]) -> list[str]:

@@ -94,7 +94,10 @@ def add_head(run: Run, name: str) -> None:
             tasks.append(task.model_copy(update={"samples": None}))
     out = run.path / name
     if not all((out / f"{task.key}.jsonl").exists() for task in tasks):
-        calibeval.score(model, tasks=tasks, out=out, temperature_head=str(head))
+        batch_size = config.score.batch_size
+        calibeval.score(
+            model, tasks=tasks, out=out, batch_size=batch_size, temperature_head=str(head)
+        )
 
 
 def head_conversations(folder: Path) -> Path:
