@@ -7,6 +7,7 @@ from scipy.special import log_softmax
 
 import calibeval
 from calibeval import records
+from calibeval.io import InputError
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,9 @@ def test_texts_are_read_by_their_convention(tmp_path):
     after = records.read(tmp_path / "out.jsonl")
     assert after.normalise == "characters"
     assert np.allclose(after.logprobs, before.logprobs / tau)
+    # By another convention nobody fitted it.
+    with pytest.raises(InputError, match="its temperature was fitted by 'characters'"):
+        records.read(tmp_path / "out.jsonl", "sum")
 
 
 @pytest.fixture

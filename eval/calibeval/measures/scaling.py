@@ -92,6 +92,7 @@ def temperature(
         "left_out": int((~used).sum()),
     }
     source = {"records": str(validation), "sha256": sha256(validation)}
+    source["normalise"] = fitted_on.normalise
     sidecar = {**records.meta(test), "temperature": {**summary, **source}}
     read_by = {} if normalise is None else {"normalise": normalise}
     rows = ({**scaled(row, tau), **read_by} for _, row in json_lines(test))

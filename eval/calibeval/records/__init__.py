@@ -157,6 +157,7 @@ class AppliedTemperature(BaseModel, strict=True, extra="allow"):
     """What is read of the temperature that records are at."""
 
     temperature: float | None = Field(None, allow_inf_nan=False)
+    normalise: str | None = None  # by what the records were read that it was fitted on
 
 
 class Sidecar(BaseModel, strict=True, extra="allow"):
@@ -226,12 +227,19 @@ def sidecar(path: Path) -> Path:
 def read(path: Path, normalise: str | None = None) -> Records:
     """Read and check a record file; the first bad line raises `InputError` with its number.
 
-    `normalise` is what `Record.normalised` takes; by default the records' convention.
+    `normalise` is what `Record.normalised` takes; by default the records' convention. Records at a
+    temperature take no other likelihood than that which it was fitted to.
     """
     path = Path(path)
     if path.is_file():
         refuse_larger(path, path.stat().st_size, LARGE_FILE)
     about = meta(path)
+    fitted_by = (about.get("temperature") or {}).get("normalise")
+    if fitted_by and normalise not in (None, fitted_by, *WRITTEN_CONFIDENCES):
+        raise InputError(
+            f"{path}: its temperature was fitted by {fitted_by!r} and says nothing by {normalise!r}; "
+            "leave --normalise out"
+        )
     settings = about.get("settings") or {}
     expected_prompts = settings.get("prompts_sha256")
     alike = ALIKE_IF_PROMPTS_UNKNOWN if expected_prompts is None else ALIKE
