@@ -74,6 +74,7 @@ def test_a_set_without_threshold_has_the_choices_that_there_are(tmp_path):
     [
         (20, {"score": "nonsense"}, "score is 'nonsense'"),
         (20, {"alpha": 1.0}, "alpha is 1.0"),
+        (20, {"splits": 0}, "splits is 0"),
         (1, {}, r"a\.jsonl: 1 record"),
     ],
 )

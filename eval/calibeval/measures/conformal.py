@@ -88,11 +88,13 @@ def evaluate(
 
     Half of the questions, drawn at random `splits` times, calibrates the sets of the other half.
     The random numbers are the same for every record file of the same questions. Raises
-    `InputError` for one record alone, an `alpha` that is not in [0, 1), and a `score` that is
-    neither "lac" nor "aps".
+    `InputError` for one record alone, an `alpha` that is not in [0, 1), a `score` that is neither
+    "lac" nor "aps", and no splits.
     """
     if not 0 <= alpha < 1:
         raise InputError(f"alpha is {alpha}, expected a number from 0 to below 1")
+    if splits < 1:
+        raise InputError(f"splits is {splits}, expected 1 or more")
     if records.scoring == "generate":
         raise InputError(f"{records.path}: is of written answers, which have no sets of choices")
     if len(records) < 2:

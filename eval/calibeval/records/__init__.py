@@ -237,8 +237,8 @@ def read(path: Path, normalise: str | None = None) -> Records:
     fitted_by = (about.get("temperature") or {}).get("normalise")
     if fitted_by and normalise not in (None, fitted_by, *WRITTEN_CONFIDENCES):
         raise InputError(
-            f"{path}: its temperature was fitted by {fitted_by!r} and says nothing by {normalise!r}; "
-            "leave --normalise out"
+            f"{path}: its temperature was fitted by {fitted_by!r}, so it says nothing by "
+            f"{normalise!r}; leave --normalise out"
         )
     settings = about.get("settings") or {}
     expected_prompts = settings.get("prompts_sha256")
