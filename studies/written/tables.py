@@ -47,6 +47,7 @@ CURES = {
     None: "",
     "temperature": "one temperature",
     "transformer": "head",
+    "transformer, temperature": "head, then one temperature",
     "linear": "linear head",
     "transformer-0.25": "head, α = 0.25",
     "transformer-0.75": "head, α = 0.75",
@@ -89,10 +90,11 @@ def tables_of(model: str, answers: pd.DataFrame) -> list[str]:
             write_rows(path, read_so)
             dataset = f"{TITLES[task]} | {words}" if writes else TITLES[task]
             entries.append({**about, "dataset": dataset, "records": path.name})
-            if calibrator is None and confidence in LIKELIHOODS:
+            if calibrator in (None, "transformer") and confidence in LIKELIHOODS:
                 halves = at_temperature(path.with_suffix(".temperature.jsonl"), read_so)
                 if halves is not None:
-                    entry = {"calibrator": "temperature", "records": halves.name}
+                    cures = [cure for cure in (calibrator, "temperature") if cure]
+                    entry = {"calibrator": ", ".join(cures), "records": halves.name}
                     entries.append({**entries[-1], **entry})
     heads = ("answers to", "confidence")
     return [
