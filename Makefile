@@ -36,7 +36,6 @@ test: setup
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-	@$(BIN)/mypy --python-version 3.10 kernel/smoothce eval/calibeval patches/smoothed_open_instruct
 
 .venv-docs/.ready: docs/requirements.txt
 	@$(PYTHON) -m venv .venv-docs
