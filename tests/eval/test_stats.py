@@ -359,6 +359,14 @@ def test_better_is_what_survives_among_all_comparisons(sharpened):
     assert any(survives)
 
 
+def test_a_difference_of_infinite_losses_is_unknown_without_a_warning(recwarn):
+    """As of two models that both give the right answer no probability at all."""
+    units = np.array([[0.5, np.inf, 0.1]])
+    side = stats.Side(np.array([np.inf]), np.full((1, 8), np.inf), unit_values=units)
+    assert stats.estimate_sum(side, side.weighted(-1.0)) == stats.Estimate()
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 @pytest.mark.slow
 def test_intervals_by_subject_cover_subjects_drawn_anew():
     """Resamples of questions covered 0.71 with 57 subjects, and 0.27 with ten."""

@@ -280,11 +280,11 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
     summed without (`are_paired` tells). Where few questions or subjects make up the difference,
     resamples do not tell how much others would differ: see this module's head.
     """
+    if finite(sum(float(side.values.mean()) for side in sides)) is None:
+        return Estimate()
     if paired and are_paired(sides):
         sides = (_in_pairs(sides),)
-    value = finite(float(sum(side.values.mean() for side in sides)))
-    if value is None:
-        return Estimate()
+    value = float(sum(side.values.mean() for side in sides))
     interval = _interval(value, sides)
     if interval is None:
         return Estimate(value)
