@@ -49,8 +49,6 @@ CURES = {
     "transformer": "head",
     "transformer, temperature": "head, then one temperature",
     "linear": "linear head",
-    "transformer-0.25": "head, α = 0.25",
-    "transformer-0.75": "head, α = 0.75",
 }
 
 

@@ -24,13 +24,7 @@ QUESTIONS = {"qwen2.5-coder-1.5b": 2000, "qwen2.5-coder-0.5b": 4000}
 HEAD_CONVERSATIONS = slice(30_000, 38_000)
 HEAD_TASKS = ("trivia_qa", "mmlu", "truthfulqa_mc1")
 HEAD_BETAS = (None, 0.0, 0.1)  # None: before fine-tuning
-# The kind and α of each temperature head.
-HEADS: dict[str, tuple[adaptive.Kind, float]] = {
-    "transformer": ("transformer", 0.5),
-    "linear": ("linear", 0.5),
-    "transformer-0.25": ("transformer", 0.25),
-    "transformer-0.75": ("transformer", 0.75),
-}
+HEADS: tuple[adaptive.Kind, ...] = ("transformer", "linear")
 # What a run's answers change in a record; the rest is the question's.
 OF_ANSWER = ("label", "logprobs", "letter_mass", "tokens", "cut", "p_true", "agreement")
 OF_QUESTION = (
@@ -58,8 +52,8 @@ def train(model: str) -> int:
     if code:
         return code
     for run in (*plan.baselines, *plan.runs):
-        for name in heads_of(run):
-            add_head(run, name)
+        for kind in heads_of(run):
+            add_head(run, kind)
     pack(model)
     return 0
 
@@ -70,29 +64,25 @@ def beta_of(run: Run) -> float | None:
     return None if config.is_baseline else config.train["label_smoothing"]
 
 
-def heads_of(run: Run) -> list[str]:
-    """Return the names of a run's heads; other α than the authors' are tried at β = 0."""
-    beta = beta_of(run)
-    if beta not in HEAD_BETAS:
-        return []
-    return [name for name, (_, alpha) in HEADS.items() if alpha == 0.5 or beta == 0]
+def heads_of(run: Run) -> tuple[adaptive.Kind, ...]:
+    """Return the kinds of a run's heads."""
+    return HEADS if beta_of(run) in HEAD_BETAS else ()
 
 
-def add_head(run: Run, name: str) -> None:
+def add_head(run: Run, kind: adaptive.Kind) -> None:
     """Train a run's temperature head and score the run with it, unless that is done."""
     config = run.config()
     model = config.train["model_name_or_path"] if config.is_baseline else str(run.model)
-    head = run.path / f"{name}.pt"
+    head = run.path / f"{kind}.pt"
     if not head.exists():
-        kind, alpha = HEADS[name]
         conversations = head_conversations(run.path.parent)
-        adaptive.train(model, conversations, head, kind=kind, alpha=alpha)
+        adaptive.train(model, conversations, head, kind=kind)
     assert config.score is not None
     tasks = []
     for task in config.score.tasks:
         if task.key in HEAD_TASKS:
             tasks.append(task.model_copy(update={"samples": None}))
-    out = run.path / name
+    out = run.path / kind
     if not all((out / f"{task.key}.jsonl").exists() for task in tasks):
         batch_size = config.score.batch_size
         calibeval.score(
