@@ -343,5 +343,5 @@ def test_accounts_partitions_and_limits_are_named_with_what_there_is(
 
 
 def test_chaos(tmp_path):
-    """16 runs, 30 % of them disturbed: all arrive, with the undisturbed weights."""
+    """Eight runs, five of them disturbed: all arrive, with the undisturbed weights."""
     subprocess.run([sys.executable, Path(__file__).with_name("chaos.py"), tmp_path], check=True)
